@@ -1,0 +1,43 @@
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+# seconds that a whole test run may take
+TEST_LIMIT ?= 900
+TEST_ALL_LIMIT ?= 7200
+
+export OMP_NUM_THREADS := 1
+
+.PHONY: venv demo test test-all lint clean
+
+# the venv for everything but testing; made again when the requirements change
+$(VENV)/.base: pyproject.toml constraints.txt
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[test]'
+	touch $@
+
+venv: $(VENV)/.test
+
+# with no arguments `generate` runs the bundled model over its demo prompts
+demo: $(VENV)/.base
+	$(BIN)/gapless generate
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+test: lint
+	timeout $(TEST_LIMIT) $(PYTEST) -m 'not slow and not gpu'
+
+test-all: lint
+	HYPOTHESIS_PROFILE=full timeout $(TEST_ALL_LIMIT) $(PYTEST) -m 'not gpu'
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find gapless tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,60 @@
+"""Full attention with torch operations: the definition, and the CPU path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gapless.ops.paged_attention import prefill_attention, window_attention
+
+
+@dataclass(frozen=True)
+class _Window:
+    kv_read: Tensor  # [B, S]
+    mask: Tensor  # [B, W, S] bool, True where a token attends
+
+    def run(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
+        rows, window, _ = self.mask.shape
+        out = window_attention(q.view(rows, window, *q.shape[1:]), kv, self.kv_read, self.mask, scale)
+        return out.view(q.shape)
+
+
+@dataclass(frozen=True)
+class _Prefill:
+    kv_read: Tensor  # [S]
+    segments: tuple[tuple[int, int, int, int], ...]
+
+    def run(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
+        return prefill_attention(q, kv, self.kv_read, self.segments, scale)
+
+
+class ReferenceAttention:
+    """Gathers each row's pages and attends with a mask; needs nothing from the host."""
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, *, page_size: int, max_len: int, device: str) -> None:
+        self._kv_positions = torch.arange(max_len, device=device)
+        self._page_index = self._kv_positions // page_size
+        self._offset = self._kv_positions % page_size
+        self._page_size = page_size
+
+    def plan_window(
+        self, slots: Tensor, positions: Tensor, page_table: Tensor, *, kv_len: int
+    ) -> _Window:
+        """See `AttentionBackend`."""
+        pages = page_table.index_select(0, slots).index_select(1, self._page_index[:kv_len])
+        entries = pages * self._page_size + self._offset[:kv_len]
+        kv_positions = self._kv_positions[:kv_len]
+        # what lies past a row's window belongs to nobody and may be NaN: read position 0 instead
+        beyond = kv_positions > positions[:, -1:]
+        kv_read = torch.where(beyond, entries[:, :1], entries)
+        return _Window(kv_read, kv_positions <= positions[:, :, None])
+
+    def plan_prefill(
+        self, kv_read: Tensor, segments: tuple[tuple[int, int, int, int], ...]
+    ) -> _Prefill:
+        """See `AttentionBackend`."""
+        return _Prefill(kv_read, segments)

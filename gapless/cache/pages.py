@@ -1,0 +1,76 @@
+"""Pages of KV: how many a request needs at a step, and which ones are free.
+
+Pages change owner in compute-stream order: a page released here may be handed out again at
+once, since the step that still writes it was launched before the step of its next owner.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def num_pages_for(tokens: int, page_size: int) -> int:
+    """Pages that hold the positions `0 .. tokens - 1`."""
+    return -(-tokens // page_size)
+
+
+def reserved_len(committed_len: int, max_window: int, limit_len: int) -> int:
+    """Tokens whose pages must exist before a decode step is launched.
+
+    With c the committed length that the host has read, W the window, q the device's
+    committed length when the step starts and q' when it has accepted:
+
+    - one step may be unread: `q <= c + W`, and `q' <= q + W`
+    - verify writes positions up to `q + W - 1`, extend up to `q'`, and the draft passes, the
+      first of which is extend's, up to `q' + W - 2` (no such pass for W = 1)
+
+    so the last position is `c + 3W - 2`, that is `c + 3W - 1` tokens. Near the limit a row that
+    runs has at most `limit_len - 1` tokens, so `q <= limit_len - 2`: verify ends at
+    `limit_len + W - 3`; accept emits nothing past the limit, so extend ends at `limit_len - 1`
+    (W > 1 only); a row that drafts is not done, so its drafts end at `limit_len + W - 4`. No
+    request touches more than `limit_len + W - 2` tokens: for W = 1 that is `limit_len - 1`, its
+    last committed length.
+
+    `committed_len` is below `limit_len`. All counts are tokens.
+    """
+    return min(committed_len + 3 * max_window - 1, largest_reserved_len(max_window, limit_len))
+
+
+def largest_reserved_len(max_window: int, limit_len: int) -> int:
+    """The value that `reserved_len` reaches at the end of a request; derivation there."""
+    return limit_len + max_window - 2
+
+
+class PagePool:
+    """The pages `0 .. num_pages - 1`; the null page, id `num_pages`, is never handed out."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._is_free = [True] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Hand out `count` pages, or none of them if fewer are free. The caller owns them."""
+        assert count >= 0, f"cannot allocate {count} pages"
+        if count > len(self._free):
+            return None
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._is_free[page] = False
+        return pages
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Take pages back from their owner."""
+        for page in pages:
+            assert 0 <= page < self.num_pages, f"page {page} is not one of {self.num_pages}"
+            assert not self._is_free[page], f"page {page} is released twice"
+            self._is_free[page] = True
+            self._free.append(page)

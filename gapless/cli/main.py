@@ -1,0 +1,39 @@
+"""Choose a command, run it, and turn errors meant for people into one line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+
+from gapless.cli.bench import Bench
+from gapless.cli.eval import Eval
+from gapless.cli.generate import Generate
+from gapless.errors import GaplessError
+
+Command = (
+    Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Eval, tyro.conf.subcommand("eval")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    command: Generate | Eval | Bench = tyro.cli(
+        Command,  # type: ignore[arg-type]
+        prog="gapless",
+        description="Serve hybrid linear-attention language models.",
+        args=argv,
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+    )
+    try:
+        return command.run()
+    except GaplessError as error:
+        print(f"gapless: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("gapless: interrupted", file=sys.stderr)
+        return 130

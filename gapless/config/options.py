@@ -1,0 +1,61 @@
+"""Every option of the engine, each declared once; flags, help and docs are generated from here."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from gapless.errors import ConfigError
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float64"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What the user asks for. `None` and "auto" mean: choose for me, and log why."""
+
+    model: str | None = None
+    """Directory or hub id of the checkpoint; the bundled demo model where none is named."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub checkpoint."""
+    load_format: Literal["safetensors", "dummy"] = "safetensors"
+    """Where weights come from; dummy makes them up from the config alone."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs."""
+    dtype: DtypeName = "auto"
+    """Type of weights, activations and KV; auto: the checkpoint's on a GPU, float32 on a CPU."""
+    ssm_dtype: DtypeName = "auto"
+    """Type of recurrent state checkpoints; auto: float32, or float64 with --dtype float64."""
+    max_model_len: int | None = None
+    """Most tokens of one request, prompt and output; default: what the model was trained for."""
+    max_running_requests: int | None = None
+    """Most requests decoded at once; default: 256 on a GPU, 64 on a CPU."""
+    mem_fraction: float | None = None
+    """Share of the free memory for weights, state and KV pages; default: 0.9 on a GPU, 0.5 on a
+    CPU."""
+    chunked_prefill_size: int | None = None
+    """Most prompt tokens run in one step; default: 8192 on a GPU, 512 on a CPU."""
+    page_size: int | None = None
+    """Tokens per KV page; default 16."""
+    linear_replayssm_cache_len: int | None = None
+    """Tokens between two writes of a recurrent state (L); 1 writes it every step; default 16."""
+    num_threads: int | None = None
+    """Threads of the CPU device; default: as torch is set up."""
+    seed: int | None = None
+    """Makes the seeds of unseeded requests, and dummy weights, reproducible."""
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> EngineOptions:
+        """Build options from keyword arguments.
+
+        Raises:
+            ConfigError: a key is unknown; the nearest known one is suggested.
+        """
+        known = [field.name for field in fields(cls)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
+                raise ConfigError(f"unknown option {key!r}; {hint}")
+        return cls(**values)

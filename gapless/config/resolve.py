@@ -1,0 +1,235 @@
+"""Options, model and device in; one frozen `Config` out, with every automatic choice logged."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, get_args, get_type_hints
+
+from gapless.config.options import EngineOptions
+from gapless.core.architecture import DTYPE_BYTES, Architecture
+from gapless.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# tokens that one step adds to a row at most; 1 is plain decoding
+PLAIN_WINDOW = 1
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """What the engine needs to know about the device, measured by the caller."""
+
+    kind: str  # "cpu" or "cuda"
+    free_bytes: int
+    num_threads: int
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every setting of a running engine, decided; nothing here changes afterwards."""
+
+    device: str
+    dtype: str
+    ssm_dtype: str
+    max_model_len: int
+    max_running_requests: int
+    chunked_prefill_size: int
+    page_size: int
+    num_pages: int
+    replay_len: int  # L
+    max_window: int  # W_max
+    num_threads: int
+    buckets: tuple[int, ...]
+    """Batch sizes that decode steps are padded to, ascending; the last is max_running_requests."""
+
+
+def resolve(
+    options: EngineOptions, architecture: Architecture, checkpoint_dtype: str | None, device: DeviceInfo
+) -> Config:
+    """Decide every setting.
+
+    Args:
+        checkpoint_dtype: type the checkpoint declares for its weights, if it does.
+
+    Raises:
+        ConfigError: an option is out of range, has no effect on this model or device, or does
+            not fit the memory.
+    """
+    _check_ranges(options)
+    _check_effective(options, architecture, device)
+    on_gpu = device.kind == "cuda"
+    dtype = _dtype(options, checkpoint_dtype, on_gpu)
+    max_running = _choose("max_running_requests", options.max_running_requests, 256 if on_gpu else 64)
+    replay_len = _choose("linear_replayssm_cache_len", options.linear_replayssm_cache_len, 16)
+    page_size = _choose("page_size", options.page_size, 16)
+    max_model_len = _max_model_len(options, architecture)
+    ssm_dtype = options.ssm_dtype
+    if ssm_dtype == "auto":
+        ssm_dtype = "float64" if dtype == "float64" else "float32"
+    num_pages, max_model_len = _size_pool(
+        options,
+        architecture,
+        dtype=dtype,
+        page_size=page_size,
+        max_model_len=max_model_len,
+        fixed_bytes=architecture.num_parameters * DTYPE_BYTES[dtype]
+        + (max_running + 2) * architecture.state_bytes_per_row(ssm_dtype)
+        + (max_running + 1) * architecture.ring_bytes_per_slot(dtype, replay_len, PLAIN_WINDOW),
+        max_running=max_running,
+        device=device,
+    )
+    return Config(
+        device=device.kind,
+        dtype=dtype,
+        ssm_dtype=ssm_dtype,
+        max_model_len=max_model_len,
+        max_running_requests=max_running,
+        chunked_prefill_size=_choose(
+            "chunked_prefill_size", options.chunked_prefill_size, 8192 if on_gpu else 512
+        ),
+        page_size=page_size,
+        num_pages=num_pages,
+        replay_len=replay_len,
+        max_window=PLAIN_WINDOW,
+        num_threads=_choose("num_threads", options.num_threads, device.num_threads),
+        buckets=batch_buckets(max_running),
+    )
+
+
+def batch_buckets(max_running: int) -> tuple[int, ...]:
+    """Batch sizes to pad decode steps to: 1, 2, 4, 8, then every 8."""
+    sizes = [1, 2, 4, *range(8, max_running, 8)]
+    return (*(size for size in sizes if size < max_running), max_running)
+
+
+def bucket_for(count: int, buckets: Sequence[int]) -> int:
+    """Return the smallest bucket that holds `count` rows."""
+    return next(size for size in buckets if size >= count)
+
+
+def _choose(name: str, asked: int | None, default: int) -> int:
+    if asked is not None:
+        return asked
+    logger.info("%s = %d (default)", name, default)
+    return default
+
+
+def _check_ranges(options: EngineOptions) -> None:
+    for name in (
+        "max_model_len",
+        "max_running_requests",
+        "chunked_prefill_size",
+        "page_size",
+        "linear_replayssm_cache_len",
+        "num_threads",
+    ):
+        value = _field(options, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{name}={value!r}: want an integer of at least 1")
+    if options.max_model_len == 1:
+        raise ConfigError("max_model_len=1: want at least 2, one token of prompt and one of output")
+    fraction = options.mem_fraction
+    if fraction is not None and not (
+        isinstance(fraction, (int, float)) and math.isfinite(fraction) and 0 < fraction <= 1
+    ):
+        raise ConfigError(f"mem_fraction={fraction!r}: want a number above 0 and at most 1")
+    hints = get_type_hints(EngineOptions)
+    for name in ("load_format", "device", "dtype", "ssm_dtype"):
+        value, allowed = _field(options, name), get_args(hints[name])
+        if value not in allowed:
+            raise ConfigError(f"{name}={value!r}: want one of {', '.join(allowed)}")
+
+
+def _field(options: EngineOptions, name: str) -> Any:
+    return vars(options)[name]
+
+
+def _check_effective(options: EngineOptions, architecture: Architecture, device: DeviceInfo) -> None:
+    if not architecture.linear_layers:
+        for name, default in (("ssm_dtype", "auto"), ("linear_replayssm_cache_len", None)):
+            if _field(options, name) != default:
+                raise ConfigError(
+                    f"{name}={_field(options, name)!r} has no effect: {architecture.model_type} has "
+                    "no linear-attention layer; leave it out"
+                )
+    if not architecture.attention_layers and options.page_size is not None:
+        raise ConfigError(
+            f"page_size={options.page_size} has no effect: {architecture.model_type} has no "
+            "attention layer; leave it out"
+        )
+    if device.kind != "cpu" and options.num_threads is not None:
+        raise ConfigError(
+            f"num_threads={options.num_threads} has no effect on {device.kind}; leave it out"
+        )
+    if options.revision is not None and options.model is None:
+        raise ConfigError(
+            f"revision={options.revision!r} has no effect on the bundled model; name a hub model"
+        )
+
+
+def _dtype(options: EngineOptions, checkpoint_dtype: str | None, on_gpu: bool) -> str:  # noqa: FBT001
+    if options.dtype != "auto":
+        if on_gpu and options.dtype == "float64":
+            raise ConfigError("dtype=float64 is for the CPU reference path; use float32 or bfloat16")
+        return options.dtype
+    if not on_gpu:
+        logger.info("dtype = float32 (the CPU's fastest type)")
+        return "float32"
+    dtype = checkpoint_dtype if checkpoint_dtype in ("float32", "bfloat16") else "bfloat16"
+    logger.info("dtype = %s (the checkpoint says %s)", dtype, checkpoint_dtype)
+    return dtype
+
+
+def _max_model_len(options: EngineOptions, architecture: Architecture) -> int:
+    asked = options.max_model_len
+    if asked is None:
+        logger.info("max_model_len = %d (what the model was trained for)", architecture.max_position)
+        return architecture.max_position
+    if asked > architecture.max_position:
+        raise ConfigError(
+            f"max_model_len={asked} is more than the {architecture.max_position} positions of "
+            f"{architecture.model_type}; ask for at most that"
+        )
+    return asked
+
+
+def _size_pool(  # noqa: PLR0913
+    options: EngineOptions,
+    architecture: Architecture,
+    *,
+    dtype: str,
+    page_size: int,
+    max_model_len: int,
+    fixed_bytes: int,
+    max_running: int,
+    device: DeviceInfo,
+) -> tuple[int, int]:
+    """Pages that the budget allows, never more than all requests together can use."""
+    fraction = options.mem_fraction
+    if fraction is None:
+        fraction = 0.9 if device.kind == "cuda" else 0.5
+        logger.info("mem_fraction = %.2f (default)", fraction)
+    budget = int(device.free_bytes * fraction) - fixed_bytes
+    page_bytes = page_size * architecture.kv_bytes_per_token(dtype)
+    useful = max_running * -(-max_model_len // page_size)
+    affordable = budget // page_bytes if page_bytes and budget > 0 else (useful if budget > 0 else 0)
+    num_pages = min(useful, affordable)
+    if num_pages * page_size >= max_model_len:
+        reason = "all requests at full length" if num_pages == useful else "what the memory holds"
+        logger.info("num_pages = %d of %d tokens (%s)", num_pages, page_size, reason)
+        return num_pages, max_model_len
+    if options.max_model_len is None and num_pages * page_size >= 2:  # noqa: PLR2004
+        logger.warning(
+            "max_model_len = %d instead of %d: the memory holds %d pages of %d tokens",
+            num_pages * page_size, max_model_len, num_pages, page_size,
+        )  # fmt: skip
+        return num_pages, num_pages * page_size
+    needed = fixed_bytes + -(-max_model_len // page_size) * page_bytes
+    raise ConfigError(
+        f"one request of {max_model_len} tokens needs {needed / 2**20:.0f} MiB with weights and "
+        f"state, the budget is {device.free_bytes * fraction / 2**20:.0f} MiB; raise mem_fraction, "
+        "or lower max_model_len or max_running_requests"
+    )

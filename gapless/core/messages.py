@@ -1,0 +1,74 @@
+"""What the engine tells its callers about requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gapless.core.request import FinishReason
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens that a request cost; completion tokens are those of all its completions."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and completion together."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished continuation of a prompt."""
+
+    index: int
+    """Which of the request's `n`."""
+    text: str
+    token_ids: tuple[int, ...]
+    """Tokens generated, the one that ended them included."""
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    """The stop string or token id that ended the text, if one did."""
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """Everything that came of one prompt. The properties speak of the first completion."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]
+    usage: Usage
+
+    @property
+    def text(self) -> str:
+        """Generated text."""
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Generated tokens."""
+        return self.completions[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why generation ended."""
+        return self.completions[0].finish_reason
+
+
+@dataclass(frozen=True)
+class Update:
+    """News of one continuation; the one with a finish reason is its last."""
+
+    request_id: str
+    index: int
+    text: str
+    """Text that became final with these tokens."""
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    prompt_logprobs: tuple[float, ...] = ()

@@ -1,0 +1,93 @@
+"""What one step will do, decided on the host with integers; and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gapless.core.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class PrefillSegment:
+    """Tokens `[start, end)` of one request, run in this step's prefill chunk.
+
+    The plan records slot, row and pages by value: the request may give them up before the
+    step's result is read.
+    """
+
+    request: Request
+    slot: int
+    state_row: int
+    pages: tuple[int, ...]
+    """The slot's whole page-table row at this step; entries past it name the null page."""
+    start: int
+    end: int
+    is_last: bool
+    """Whether `end` is the request's newest token, so that the step samples the next one."""
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    """One slot's window in this step's decode batch."""
+
+    request: Request
+    slot: int
+
+
+@dataclass(frozen=True)
+class PageEntry:
+    """`page_table[slot, index] = page`, written before the decode step runs."""
+
+    slot: int
+    index: int
+    page: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: at most one prefill chunk, then at most one decode step.
+
+    A request whose last segment is in `prefill` may also be a row of `decode`.
+    """
+
+    step_id: int
+    prefill: tuple[PrefillSegment, ...]
+    decode: tuple[DecodeRow, ...]
+    page_entries: tuple[PageEntry, ...]
+    max_seq_len: int
+    """Upper bound of `seq_lens` over the decode rows when the decode step starts."""
+
+    @property
+    def sampled(self) -> tuple[PrefillSegment, ...]:
+        """Prefill segments that emit a token."""
+        return tuple(segment for segment in self.prefill if segment.is_last)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Tokens emitted by a step, in the order of its plan."""
+
+    prefill_tokens: np.ndarray
+    """[len(plan.sampled)] int32: the first token of each sampled segment."""
+    decode_tokens: np.ndarray
+    """[len(plan.decode), W] int32; row i is valid up to `decode_lens[i]`."""
+    decode_lens: np.ndarray
+    """[len(plan.decode)] int32; 0 for a row that was done when the step started."""
+    prompt_logprobs: tuple[np.ndarray | None, ...] = ()
+    """Per prefill segment: [end - start] float64, entry i the log-probability of token
+    `start + i + 1` given all before it (the last entry of a last segment has no token: NaN)."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """News of one request: tokens, and the reason if it has ended. The one with a reason is final."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    prompt_logprobs: tuple[float, ...] = ()

@@ -1,0 +1,76 @@
+"""A request as the scheduler sees it: its tokens, what it holds, and how far it has come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from gapless.core.sampling_params import SamplingParams
+
+
+class Status(Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"  # holds nothing; in the waiting queue (new, or retracted)
+    PREFILL = "prefill"  # holds slot, row and pages; not all of its tokens are launched
+    DECODE = "decode"  # every token up to its newest is launched; a row of each decode step
+    FINISHED = "finished"  # holds nothing; its final delta has been made
+
+
+class FinishReason(str, Enum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """One sequence to continue. Identity is the object: results are matched to it, never to a slot.
+
+    `token_ids` is prompt and output together; the scheduler alone appends to it.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    """64-bit noise seed, drawn by the engine where the user gave none."""
+    stop_ids: tuple[int, ...]
+    """Ids that end the request: its own and, unless ignored, the model's; at most MAX_STOP_IDS."""
+    limit_len: int
+    """Total tokens (prompt and output) at which the request ends."""
+    wants_prompt_logprobs: bool = False
+    """Whether prefill returns the log-probability of each prompt token after the first."""
+
+    token_ids: list[int] = field(default_factory=list)
+    status: Status = Status.WAITING
+    slot: int = -1
+    state_row: int = -1
+    pages: list[int] = field(default_factory=list)
+    launched_len: int = 0
+    """Tokens whose prefill has been launched since the last admission."""
+    unread_steps: int = 0
+    """Launched steps that name this request and whose result is unread: 0 or 1 when scheduling."""
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            self.token_ids = list(self.prompt_ids)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated and read so far."""
+        return len(self.token_ids) - len(self.prompt_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Tokens generated and read so far, in order."""
+        return self.token_ids[len(self.prompt_ids) :]
+
+    @property
+    def min_len(self) -> int:
+        """Total length below which stop ids are masked."""
+        return len(self.prompt_ids) + self.params.min_tokens

@@ -1,0 +1,219 @@
+"""Requests in, updates out: text on one side, the scheduler's integers on the other."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from gapless.config.hf import GenerationDefaults
+from gapless.config.options import EngineOptions
+from gapless.config.resolve import Config
+from gapless.core.messages import Update
+from gapless.core.plan import Delta
+from gapless.core.request import FinishReason, Request
+from gapless.core.sampling_params import MAX_STOP_IDS, SamplingParams
+from gapless.engine.load import load
+from gapless.engine.loop import EngineLoop
+from gapless.errors import ContextTooLong, InvalidRequest
+from gapless.scheduler.scheduler import Scheduler, SchedulerLimits
+from gapless.text.chat import ChatTemplate
+from gapless.text.detokenizer import Detokenizer
+from gapless.text.tokenizer import Tokenizer
+
+_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class _Live:
+    """A continuation under way."""
+
+    request: Request
+    request_id: str
+    index: int
+    detokenizer: Detokenizer
+
+
+class Engine:
+    """One model, its scheduler and its text side, driven step by step by the caller."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        loaded = load(options)
+        self.config = loaded.config
+        self.tokenizer = Tokenizer(loaded.checkpoint)
+        self.chat_template = ChatTemplate.from_checkpoint(loaded.checkpoint, self.tokenizer)
+        self._vocab_size = loaded.hf.integer("vocab_size")
+        eos = {*loaded.hf.eos_token_ids}
+        if self.tokenizer.eos_id is not None:
+            eos.add(self.tokenizer.eos_id)
+        self._eos_ids = tuple(sorted(eos))
+        self.default_params = _default_params(loaded.hf.generation)
+        self._seeds = random.Random(options.seed)
+        self.scheduler = Scheduler(_limits(self.config))
+        self._loop = EngineLoop(self.scheduler, loaded.runner.run)
+        self._live: dict[str, _Live] = {}
+        self._refused: list[Update] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self._loop.has_work or bool(self._refused)
+
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raise what `submit` would.
+
+        Raises:
+            InvalidRequest: empty prompt, a token id outside the vocabulary, too many stop ids.
+            ContextTooLong: the prompt leaves no room for a token of output.
+        """
+        if not prompt_ids:
+            raise InvalidRequest("the prompt has no tokens; want at least one: write something")
+        for name, ids in (("prompt", prompt_ids), ("stop_token_ids", params.stop_token_ids)):
+            for token_id in ids:
+                if isinstance(token_id, bool) or not isinstance(token_id, int):
+                    raise InvalidRequest(f"{name} holds {token_id!r}; want integer token ids")
+                if not 0 <= token_id < self._vocab_size:
+                    raise InvalidRequest(
+                        f"{name} holds token id {token_id}; want 0 to {self._vocab_size - 1}: "
+                        "tokenize with this model's tokenizer"
+                    )
+        if len(prompt_ids) >= self.config.max_model_len:
+            raise ContextTooLong(
+                f"the prompt has {len(prompt_ids)} tokens and the context holds "
+                f"{self.config.max_model_len}, one of them for output; shorten the prompt"
+            )
+        self._stop_ids(params)
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        wants_prompt_logprobs: bool = False,
+    ) -> None:
+        """Queue `params.n` continuations of a prompt.
+
+        Raises:
+            RequestError: as `check`; nothing was queued.
+        """
+        self.check(prompt_ids, params)
+        if any(live.request_id == request_id for live in self._live.values()):
+            raise InvalidRequest(f"request id {request_id!r} is in use; choose another")
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        room = self.config.max_model_len - len(prompt_ids)
+        wanted = room if params.max_tokens is None else min(params.max_tokens, room)
+        for index in range(params.n):
+            request = Request(
+                request_id=f"{request_id}/{index}",
+                prompt_ids=tuple(prompt_ids),
+                params=params,
+                seed=derived_seed(seed, index),
+                stop_ids=self._stop_ids(params),
+                limit_len=len(prompt_ids) + wanted,
+                wants_prompt_logprobs=wants_prompt_logprobs,
+            )
+            detokenizer = Detokenizer(
+                self.tokenizer,
+                stop=params.stop,
+                skip_special_tokens=params.skip_special_tokens,
+                min_tokens=params.min_tokens,
+            )
+            self._live[request.request_id] = _Live(request, request_id, index, detokenizer)
+            refused = self.scheduler.submit(request)
+            if refused is not None:
+                self._refused += self._updates([refused])
+
+    def step(self) -> list[Update]:
+        """Run one iteration and return its news."""
+        refused, self._refused = self._refused, []
+        return refused + list(self._updates(self._loop.step()))
+
+    def abort(self, request_id: str) -> list[Update]:
+        """End a request's continuations; their last updates, empty if it is not alive."""
+        found = [live for live in self._live.values() if live.request_id == request_id]
+        deltas = [self.scheduler.finish(live.request, FinishReason.ABORT) for live in found]
+        return list(self._updates(deltas))
+
+    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        own = () if params.ignore_eos else self._eos_ids
+        ids = tuple(dict.fromkeys((*params.stop_token_ids, *own)))
+        if len(ids) > MAX_STOP_IDS:
+            raise InvalidRequest(
+                f"{len(ids)} stop ids with the model's own {list(own)}, at most {MAX_STOP_IDS} are "
+                "held; pass fewer stop_token_ids, or use stop strings"
+            )
+        return ids
+
+    def _updates(self, deltas: Iterable[Delta]) -> Iterator[Update]:
+        for delta in deltas:
+            live = self._live[delta.request.request_id]
+            update = self._decode(live, delta)
+            if update.finish_reason is not None:
+                del self._live[delta.request.request_id]
+            yield update
+
+    def _decode(self, live: _Live, delta: Delta) -> Update:
+        """Turn tokens into text, ending the request where a stop string is complete."""
+        text: list[str] = []
+        tokens: list[int] = []
+        request, reason = live.request, delta.finish_reason
+        ended_by = delta.token_ids[-1] if reason is FinishReason.STOP else None
+        for position, token_id in enumerate(delta.token_ids, start=1):
+            tokens.append(token_id)
+            if ended_by is not None and position == len(delta.token_ids):
+                break
+            found = live.detokenizer.push(token_id)
+            text.append(found.text)
+            if found.stop is not None:
+                if reason is None:
+                    self.scheduler.finish(request, FinishReason.STOP)
+                return Update(
+                    live.request_id, live.index, "".join(text), tuple(tokens), FinishReason.STOP,
+                    found.stop, prompt_logprobs=delta.prompt_logprobs,
+                )  # fmt: skip
+        if reason is not None:
+            text.append(live.detokenizer.flush())
+        return Update(
+            live.request_id, live.index, "".join(text), tuple(tokens), reason, ended_by,
+            delta.error, delta.prompt_logprobs,
+        )  # fmt: skip
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """Seed of a request's sample `index`; the first keeps the request's own.
+
+    The finaliser of SplitMix64 (Steele, Lea, Flood 2014) over seed and index, as a signed integer.
+    """
+    if index == 0:
+        return seed
+    x = (seed + index * 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    x ^= x >> 31
+    return x - 2**64 if x >= 2**63 else x
+
+
+def _limits(config: Config) -> SchedulerLimits:
+    return SchedulerLimits(
+        max_running_requests=config.max_running_requests,
+        max_model_len=config.max_model_len,
+        num_pages=config.num_pages,
+        page_size=config.page_size,
+        num_state_rows=config.max_running_requests,
+        chunked_prefill_size=config.chunked_prefill_size,
+        max_window=config.max_window,
+    )
+
+
+def _default_params(generation: GenerationDefaults) -> SamplingParams:
+    """Sampling of requests that name none: the checkpoint's own, greedy where it says so."""
+    if generation.do_sample is False:
+        return SamplingParams(temperature=0.0)
+    named = {
+        "temperature": generation.temperature,
+        "top_k": generation.top_k,
+        "top_p": generation.top_p,
+        "min_p": generation.min_p,
+    }
+    return replace(SamplingParams(), **{k: v for k, v in named.items() if v is not None})

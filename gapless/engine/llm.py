@@ -1,0 +1,238 @@
+"""The offline interface: prompts in, results out, the engine in this process."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from tqdm import tqdm
+
+from gapless.config.options import EngineOptions
+from gapless.core.messages import Completion, GenerationResult, Update, Usage
+from gapless.core.request import FinishReason
+from gapless.core.sampling_params import SamplingParams
+from gapless.engine.engine import Engine
+from gapless.errors import InvalidRequest, RequestError
+
+Message = Mapping[str, object]
+Prompt = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or the messages of a chat."""
+
+
+class LLM:
+    """A model that generates in this process.
+
+    ```python
+    llm = LLM()  # the bundled model; or LLM(model="Qwen/Qwen3.5-4B", dtype="bfloat16")
+    result = llm.generate("Twice two is", SamplingParams(temperature=0, max_tokens=8))
+    print(result.text)
+    ```
+
+    Options are those of `EngineOptions`. Not for use from several threads at once.
+
+    Raises:
+        ConfigError, ModelError, BackendUnavailable: see `gapless.errors`.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        self._engine = Engine(EngineOptions.from_dict({"model": model, **options}))
+        self._inboxes: dict[str, deque[Update]] = {}
+        self._num_requests = 0
+
+    @property
+    def engine(self) -> Engine:
+        """The engine underneath: configuration, tokenizer, scheduler."""
+        return self._engine
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        shows_progress: bool = False,
+    ) -> Any:
+        """Continue one prompt, or many in one batch.
+
+        Args:
+            prompts: a prompt, or a list of prompts: text, token ids, or chat messages each.
+            sampling_params: for all prompts, or one per prompt; the model's own if None.
+
+        Returns:
+            A `GenerationResult` for one prompt, a list of them in order for a list.
+
+        Raises:
+            RequestError: a prompt or its parameters cannot be served; none was started.
+        """
+        is_single = _is_prompt(prompts)
+        batch = [cast("Prompt", prompts)] if is_single else list(cast("Sequence[Prompt]", prompts))
+        params = self._params_of(sampling_params, len(batch))
+        encoded = [self.encode(prompt) for prompt in batch]
+        for ids, own in zip(encoded, params, strict=True):
+            self._engine.check(ids, own)
+        request_ids = [self._next_id() for _ in batch]
+        try:
+            for request_id, ids, own in zip(request_ids, encoded, params, strict=True):
+                self._submit(request_id, ids, own)
+            updates = self._collect(request_ids, [own.n for own in params], shows_progress)
+        finally:
+            for request_id in request_ids:
+                self.abort(request_id)
+                self._inboxes.pop(request_id, None)
+        results = [
+            _result(request_id, tuple(ids), updates[request_id], own.n)
+            for request_id, ids, own in zip(request_ids, encoded, params, strict=True)
+        ]
+        return results[0] if is_single else results
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> Iterator[Update]:
+        """Continue one prompt, yielding text as it comes; several streams may run side by side.
+
+        The request starts at once. Leaving the iteration early aborts it.
+
+        Raises:
+            RequestError: the prompt or its parameters cannot be served.
+        """
+        params = sampling_params or self._engine.default_params
+        own_id = request_id if request_id is not None else self._next_id()
+        self._submit(own_id, self.encode(prompt), params)
+        return self._follow(own_id, params.n)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its stream gets a last update with finish reason `abort`."""
+        self._deliver(self._engine.abort(request_id))
+
+    def score(self, prompts: Sequence[Prompt]) -> list[list[float]]:
+        """Natural log-probability of each token of each prompt given those before it.
+
+        The first token has none, so a list is one shorter than its prompt.
+        """
+        params = SamplingParams(temperature=0.0, max_tokens=1)
+        request_ids = [self._next_id() for _ in prompts]
+        for request_id, prompt in zip(request_ids, prompts, strict=True):
+            ids = self.encode(prompt)
+            self._inboxes[request_id] = deque()
+            self._engine.submit(request_id, ids, params, wants_prompt_logprobs=True)
+        updates = self._collect(request_ids, [1] * len(prompts), shows_progress=False)
+        for request_id in request_ids:
+            self._inboxes.pop(request_id)
+        return [
+            [value for update in updates[request_id] for value in update.prompt_logprobs]
+            for request_id in request_ids
+        ]
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; chat messages go through the model's chat template.
+
+        Raises:
+            InvalidRequest: it is none of the three kinds, or the template refuses it.
+        """
+        tokenizer = self._engine.tokenizer
+        if isinstance(prompt, str):
+            return tokenizer.encode(prompt, add_special_tokens=True)
+        items = list(prompt)
+        if items and all(isinstance(item, Mapping) for item in items):
+            text = self._engine.chat_template.render(cast("list[Message]", items))
+            return tokenizer.encode(text, add_special_tokens=False)
+        return cast("list[int]", items)
+
+    def _params_of(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if given is None:
+            return [self._engine.default_params] * count
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise InvalidRequest(
+                f"{len(given)} sampling_params for {count} prompts; want one for all, or one each"
+            )
+        return list(given)
+
+    def _next_id(self) -> str:
+        self._num_requests += 1
+        return f"request-{self._num_requests}"
+
+    def _submit(self, request_id: str, ids: Sequence[int], params: SamplingParams) -> None:
+        self._engine.submit(request_id, ids, params)
+        self._inboxes[request_id] = deque()
+
+    def _deliver(self, updates: Sequence[Update]) -> None:
+        for update in updates:
+            inbox = self._inboxes.get(update.request_id)
+            if inbox is not None:
+                inbox.append(update)
+
+    def _follow(self, request_id: str, num_open: int) -> Iterator[Update]:
+        inbox = self._inboxes[request_id]
+        try:
+            while num_open:
+                while not inbox:
+                    self._deliver(self._engine.step())
+                update = inbox.popleft()
+                num_open -= update.finish_reason is not None
+                if update.error is not None:
+                    raise RequestError(update.error)
+                yield update
+        finally:
+            self._engine.abort(request_id)
+            self._inboxes.pop(request_id, None)
+
+    def _collect(
+        self, request_ids: Sequence[str], counts: Sequence[int], shows_progress: bool  # noqa: FBT001
+    ) -> dict[str, list[Update]]:
+        """Step until every request has ended."""
+        found: dict[str, list[Update]] = {request_id: [] for request_id in request_ids}
+        num_open = dict(zip(request_ids, counts, strict=True))
+        with tqdm(total=len(request_ids), disable=not shows_progress, unit="req") as bar:
+            num_tokens = 0
+            while num_open:
+                self._deliver(self._engine.step())
+                for request_id in list(num_open):
+                    inbox = self._inboxes[request_id]
+                    while inbox:
+                        update = inbox.popleft()
+                        found[request_id].append(update)
+                        num_tokens += len(update.token_ids)
+                        num_open[request_id] -= update.finish_reason is not None
+                    if num_open[request_id] == 0:
+                        del num_open[request_id]
+                        bar.update()
+                        bar.set_postfix(tokens=num_tokens, refresh=False)
+        return found
+
+
+def _is_prompt(prompts: Any) -> bool:
+    """Whether it is one prompt: text, or a list of token ids or of messages."""
+    if isinstance(prompts, str):
+        return True
+    return len(prompts) > 0 and isinstance(prompts[0], (int, Mapping))
+
+
+def _result(
+    request_id: str, prompt_ids: tuple[int, ...], updates: Sequence[Update], count: int
+) -> GenerationResult:
+    completions = []
+    for index in range(count):
+        own = [update for update in updates if update.index == index]
+        last = own[-1]
+        if last.error is not None:
+            raise RequestError(last.error)
+        assert last.finish_reason is not None, "collected up to the last update"
+        completions.append(
+            Completion(
+                index=index,
+                text="".join(update.text for update in own),
+                token_ids=tuple(t for update in own for t in update.token_ids),
+                finish_reason=last.finish_reason,
+                stop_reason=last.stop_reason,
+            )
+        )
+    usage = Usage(len(prompt_ids), sum(len(c.token_ids) for c in completions))
+    return GenerationResult(request_id, prompt_ids, tuple(completions), usage)

@@ -1,0 +1,45 @@
+"""The step loop: schedule and launch one step, then read the one before it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from gapless.core.plan import Delta, StepPlan, StepResult
+from gapless.scheduler.scheduler import Scheduler
+
+# steps launched whose results are unread while the next one is scheduled
+RUN_AHEAD = 1
+
+
+class Handle(Protocol):
+    """A launched step."""
+
+    def wait(self) -> StepResult:
+        """Block until its result is on the host."""
+        ...
+
+
+class EngineLoop:
+    """Keeps the device one step ahead of the host."""
+
+    def __init__(self, scheduler: Scheduler, run: Callable[[StepPlan], Handle]) -> None:
+        self._scheduler = scheduler
+        self._run = run
+        self._unread: deque[tuple[StepPlan, Handle]] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished or any step unread."""
+        return self._scheduler.has_work or bool(self._unread)
+
+    def step(self) -> list[Delta]:
+        """Launch the next step and return the news of the one before it."""
+        plan = self._scheduler.schedule()
+        if plan is not None:
+            self._unread.append((plan, self._run(plan)))
+        if len(self._unread) > (RUN_AHEAD if plan is not None else 0):
+            read, handle = self._unread.popleft()
+            return self._scheduler.commit(read, handle.wait())
+        return []

@@ -1,0 +1,56 @@
+"""What the layers of one forward share: index tensors decided once, read by every layer.
+
+A `WindowBatch` is a decode step (B rows of W tokens, flattened); a `PrefillBatch` is a chunk of
+packed prompt segments. Both are complete when built and never change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gapless.attention.backend import PlannedAttention
+from gapless.ops.linear_chunk import ChunkIndices
+from gapless.ops.linear_replay import ReplayIndices, ReplayMemory
+
+
+@dataclass(frozen=True)
+class WindowBatch:
+    """Tokens of a decode step, `T = B * W`."""
+
+    num_rows: int
+    positions: Tensor  # [T]
+    kv_write: Tensor  # [T]
+    attention: PlannedAttention
+    replay: ReplayIndices
+    conv_write: Tensor  # [T]
+    conv_taps: Tensor  # [width, T], entries of the convolution ring
+
+
+@dataclass(frozen=True)
+class PrefillBatch:
+    """Tokens of a prefill chunk, T in all, segments in a row."""
+
+    positions: Tensor  # [T]
+    kv_write: Tensor  # [T]
+    attention: PlannedAttention
+    chunks: ChunkIndices
+    conv_prefix: Tensor  # [S]: ring entries before each segment's start, then the zero entry
+    conv_write: Tensor  # [T]: the null slot's ring for tokens that leave the ring at once
+    conv_taps: Tensor  # [width, T], rows of the chunk's own inputs followed by `conv_prefix`
+
+
+Batch = WindowBatch | PrefillBatch
+
+
+@dataclass(frozen=True)
+class LinearMemory:
+    """One linear layer's state: convolution ring, checkpoints and replay ring."""
+
+    conv_ring: Tensor  # [entries, C]
+    replay: ReplayMemory
+
+
+LayerMemory = Tensor | LinearMemory
+"""An attention layer's KV pool `[entries, 2, KVH, head_dim]`, or a linear layer's state."""

@@ -1,0 +1,101 @@
+"""Gated DeltaNet: short convolution, gated delta recurrence, gated norm."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gapless.core.architecture import LinearSpec
+from gapless.layers.batch import Batch, LayerMemory, LinearMemory, WindowBatch
+from gapless.layers.linear import Linear
+from gapless.layers.placement import Placement
+from gapless.ops.causal_conv import causal_conv
+from gapless.ops.linear_chunk import chunk_prefill
+from gapless.ops.linear_replay import replay_window
+from gapless.ops.norm import gated_rms_norm
+
+# inside the root of the q/k norm, fixed by the model family whatever rms_norm_eps says
+L2NORM_EPS = 1e-6
+
+
+class GatedDeltaNet:
+    """`beta = sigmoid(b)`, `log_decay = -exp(A_log) softplus(a + dt_bias)`, both in float32 or more."""
+
+    def __init__(self, hidden_size: int, spec: LinearSpec, place: Placement, *, eps: float) -> None:
+        self._spec = spec
+        self._eps = eps
+        self._value_size = spec.num_value_heads * spec.value_dim
+        self._sizes = [
+            spec.conv_channels, self._value_size, spec.num_value_heads, spec.num_value_heads
+        ]  # fmt: skip
+        self._in_proj = Linear(hidden_size, sum(self._sizes), place)
+        self._out_proj = Linear(self._value_size, hidden_size, place)
+        self._conv = place.weight(spec.conv_channels, spec.conv_width)
+        self._neg_decay_rate = place.acc_weight(spec.num_value_heads)
+        self._dt_bias = place.acc_weight(spec.num_value_heads)
+        self._norm = place.acc_weight(spec.value_dim)
+
+    def __call__(self, x: Tensor, memory: LayerMemory, batch: Batch) -> Tensor:
+        """Map `[T, D]` to `[T, D]`, writing rings (decode) or rings and checkpoints (prefill)."""
+        assert isinstance(memory, LinearMemory), "a linear layer's memory is rings and checkpoints"
+        spec = self._spec
+        mixed, gate, b, a = self._in_proj(x).split(self._sizes, dim=-1)
+        mixed = self._convolve(mixed, memory, batch)
+        key_size = spec.num_key_heads * spec.key_dim
+        q, k, v = mixed.split([key_size, key_size, self._value_size], dim=-1)
+        acc = self._dt_bias.dtype
+        beta = b.to(acc).sigmoid()
+        log_decay = F.softplus(a.to(acc) + self._dt_bias).mul_(self._neg_decay_rate)
+        lead = (batch.num_rows, -1) if isinstance(batch, WindowBatch) else (x.shape[0],)
+        inputs = (
+            q.view(*lead, spec.num_key_heads, spec.key_dim),
+            k.view(*lead, spec.num_key_heads, spec.key_dim),
+            v.view(*lead, spec.num_value_heads, spec.value_dim),
+            beta.view(*lead, spec.num_value_heads),
+            log_decay.view(*lead, spec.num_value_heads, 1),
+        )
+        scale = spec.key_dim**-0.5
+        if isinstance(batch, WindowBatch):
+            out = replay_window(
+                *inputs, memory.replay, batch.replay,
+                recurrence=spec.recurrence, l2norm_eps=L2NORM_EPS, scale=scale,
+            )  # fmt: skip
+        else:
+            out = chunk_prefill(
+                *inputs, memory.replay.checkpoint, batch.chunks,
+                recurrence=spec.recurrence, l2norm_eps=L2NORM_EPS, scale=scale,
+            )  # fmt: skip
+        heads = (x.shape[0], spec.num_value_heads, spec.value_dim)
+        out = gated_rms_norm(
+            out.reshape(heads), gate.reshape(heads), self._norm, self._eps, activation="silu"
+        )
+        return self._out_proj(out.view(x.shape[0], -1))
+
+    def _convolve(self, mixed: Tensor, memory: LinearMemory, batch: Batch) -> Tensor:
+        ring = memory.conv_ring
+        if isinstance(batch, WindowBatch):
+            ring.index_copy_(0, batch.conv_write, mixed)
+            source = ring
+        else:
+            source = torch.cat((mixed, ring.index_select(0, batch.conv_prefix)))
+            ring.index_copy_(0, batch.conv_write, mixed)
+        return causal_conv(source, batch.conv_taps, self._conv, None, activation="silu")
+
+    def targets(self, prefix: str) -> dict[str, Tensor]:
+        """Checkpoint names and where they go."""
+        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        return (
+            self._in_proj.targets(prefix, dict(zip(names, self._sizes, strict=True)))
+            | self._out_proj.targets(prefix, {"out_proj": self._out_proj.weight.shape[0]})
+            | {
+                f"{prefix}conv1d.weight": self._conv.unsqueeze(1),
+                f"{prefix}A_log": self._neg_decay_rate,
+                f"{prefix}dt_bias": self._dt_bias,
+                f"{prefix}norm.weight": self._norm,
+            }
+        )
+
+    def finalize(self) -> None:
+        """Turn the loaded `A_log` into `-exp(A_log)`, once."""
+        self._neg_decay_rate.exp_().neg_()

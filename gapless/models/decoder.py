@@ -1,0 +1,141 @@
+"""The decoder that every registered model is built from: embedding, pre-norm layers, head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gapless.core.architecture import Architecture, AttentionSpec, LayerSpec
+from gapless.layers.attention import Attention
+from gapless.layers.batch import Batch, LayerMemory
+from gapless.layers.delta_net import GatedDeltaNet
+from gapless.layers.mlp import GatedMlp
+from gapless.layers.norm import RmsNorm
+from gapless.layers.placement import Placement
+from gapless.ops.rope import rotary_table
+
+
+class Loadable(Protocol):
+    """A part of a model that has weights."""
+
+    def targets(self, prefix: str) -> dict[str, Tensor]:
+        """Checkpoint names and the tensors they fill."""
+        ...
+
+    def finalize(self) -> None:
+        """Derive what is derived from weights, once, after loading."""
+        ...
+
+
+class DecoderLayer:
+    """`x + mixer(norm(x))`, then `x + mlp(norm(x))`, with the names of the Qwen family."""
+
+    def __init__(
+        self, hidden_size: int, spec: LayerSpec, place: Placement, *, eps: float, is_zero_centred: bool
+    ) -> None:
+        self._attention: Attention | None = None
+        self._delta_net: GatedDeltaNet | None = None
+        if isinstance(spec.mixer, AttentionSpec):
+            self._attention = Attention(
+                hidden_size, spec.mixer, place, eps=eps, is_zero_centred=is_zero_centred
+            )
+        else:
+            self._delta_net = GatedDeltaNet(hidden_size, spec.mixer, place, eps=eps)
+        self._mlp = GatedMlp(hidden_size, spec.mlp, place)
+        self._input_norm = RmsNorm(hidden_size, eps, place, is_zero_centred=is_zero_centred)
+        self._mlp_norm = RmsNorm(hidden_size, eps, place, is_zero_centred=is_zero_centred)
+
+    def __call__(self, x: Tensor, rotary: Tensor, memory: LayerMemory, batch: Batch) -> Tensor:
+        """Map `[T, D]` to `[T, D]`."""
+        normed = self._input_norm(x)
+        if self._attention is not None:
+            x = x + self._attention(normed, rotary, memory, batch)
+        elif self._delta_net is not None:
+            x = x + self._delta_net(normed, memory, batch)
+        return x + self._mlp(self._mlp_norm(x))
+
+    def targets(self, prefix: str) -> dict[str, Tensor]:
+        """Checkpoint names and where they go."""
+        found = {
+            f"{prefix}input_layernorm.weight": self._input_norm.weight,
+            f"{prefix}post_attention_layernorm.weight": self._mlp_norm.weight,
+        }
+        if self._attention is not None:
+            found |= self._attention.targets(f"{prefix}self_attn.")
+        if self._delta_net is not None:
+            found |= self._delta_net.targets(f"{prefix}linear_attn.")
+        return found | self._mlp.targets(f"{prefix}mlp.")
+
+    def finalize(self) -> None:
+        """Finalize the parts."""
+        self._input_norm.finalize()
+        self._mlp_norm.finalize()
+        for mixer in (self._attention, self._delta_net):
+            if mixer is not None:
+                mixer.finalize()
+
+
+class Decoder:
+    """A causal language model over the memory that the runner owns."""
+
+    def __init__(
+        self, architecture: Architecture, place: Placement, *, num_positions: int, is_zero_centred: bool
+    ) -> None:
+        """Args: num_positions: rows of the rotary table, beyond the context limit where steps run
+        ahead of it."""
+        spec = architecture
+        self.architecture = architecture
+        self._acc_dtype = place.acc_dtype
+        self._embedding = place.weight(spec.vocab_size, spec.hidden_size)
+        self._layers = [
+            DecoderLayer(
+                spec.hidden_size, layer, place, eps=spec.norm_eps, is_zero_centred=is_zero_centred
+            )
+            for layer in spec.layers
+        ]
+        self._norm = RmsNorm(spec.hidden_size, spec.norm_eps, place, is_zero_centred=is_zero_centred)
+        self._head = (
+            self._embedding
+            if spec.ties_embeddings
+            else place.weight(spec.vocab_size, spec.hidden_size)
+        )
+        self._rotary = _rotary(architecture, num_positions, place)
+
+    def forward(self, token_ids: Tensor, memory: Sequence[LayerMemory], batch: Batch) -> Tensor:
+        """Run `token_ids` [T] and return their post-final-norm hidden states [T, D]."""
+        x = F.embedding(token_ids, self._embedding)
+        rotary = self._rotary.index_select(0, batch.positions)
+        for layer, layer_memory in zip(self._layers, memory, strict=True):
+            x = layer(x, rotary, layer_memory, batch)
+        return self._norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Project `[N, D]` to vocabulary logits `[N, V]`, float32 or more."""
+        return F.linear(hidden, self._head).to(self._acc_dtype)
+
+    def targets(self) -> dict[str, Tensor]:
+        """Checkpoint names and the tensors they fill."""
+        found = {"model.embed_tokens.weight": self._embedding, "model.norm.weight": self._norm.weight}
+        for index, layer in enumerate(self._layers):
+            found |= layer.targets(f"model.layers.{index}.")
+        if not self.architecture.ties_embeddings:
+            found["lm_head.weight"] = self._head
+        return found
+
+    def finalize(self) -> None:
+        """Derive what is derived from weights, once, after loading."""
+        for part in (self._norm, *self._layers):
+            part.finalize()
+
+
+def _rotary(architecture: Architecture, num_positions: int, place: Placement) -> Tensor:
+    specs = {(s.rotary_dim, s.rope_theta) for s in architecture.attention_layers}
+    if not specs:
+        return torch.empty(num_positions, 0, dtype=place.acc_dtype, device=place.device)
+    assert len(specs) == 1, "all attention layers rotate alike"
+    rotary_dim, theta = specs.pop()
+    return rotary_table(num_positions, rotary_dim, theta, place.acc_dtype, place.device)

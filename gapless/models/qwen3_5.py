@@ -1,0 +1,111 @@
+"""Qwen3.5 dense text model: Gated DeltaNet layers with full attention in between, and an MTP layer.
+
+Also inside the multimodal wrapper, whose vision tensors are skipped.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gapless.config.hf import HfConfig
+from gapless.core.architecture import (
+    Architecture,
+    AttentionSpec,
+    LayerSpec,
+    LinearSpec,
+    MlpSpec,
+    Recurrence,
+)
+from gapless.errors import ModelError
+from gapless.layers.linear import Linear
+from gapless.layers.norm import RmsNorm
+from gapless.layers.placement import Placement
+from gapless.models.decoder import Decoder, DecoderLayer
+from gapless.models.loader import IgnoreRule
+
+
+def architecture(hf: HfConfig) -> Architecture:
+    """Read the model's description from its config."""
+    head_dim = hf.integer("head_dim")
+    attention = AttentionSpec(
+        num_heads=hf.integer("num_attention_heads"),
+        num_kv_heads=hf.integer("num_key_value_heads"),
+        head_dim=head_dim,
+        rotary_dim=int(head_dim * hf.rope.rotary_factor),
+        rope_theta=hf.rope.theta,
+        has_qk_norm=True,
+        has_output_gate=True,
+        has_bias=hf.boolean("attention_bias", default=False),
+    )
+    linear = LinearSpec(
+        recurrence=Recurrence.GATED_DELTA,
+        num_key_heads=hf.integer("linear_num_key_heads"),
+        num_value_heads=hf.integer("linear_num_value_heads"),
+        key_dim=hf.integer("linear_key_head_dim"),
+        value_dim=hf.integer("linear_value_head_dim"),
+        conv_width=hf.integer("linear_conv_kernel_dim"),
+    )
+    if linear.num_value_heads % linear.num_key_heads:
+        raise ModelError(
+            f"linear_num_value_heads={linear.num_value_heads} is not a multiple of "
+            f"linear_num_key_heads={linear.num_key_heads}; the config is damaged"
+        )
+    mlp = MlpSpec(hf.integer("intermediate_size"))
+    mixers = {"linear_attention": linear, "full_attention": attention}
+    return Architecture(
+        model_type=hf.model_type,
+        vocab_size=hf.integer("vocab_size"),
+        hidden_size=hf.integer("hidden_size"),
+        layers=tuple(LayerSpec(mixers[kind], mlp) for kind in hf.layer_types(tuple(mixers))),
+        norm_eps=hf.number("rms_norm_eps"),
+        ties_embeddings=hf.ties_embeddings,
+        max_position=hf.max_position_embeddings,
+        num_mtp_layers=hf.integer("mtp_num_hidden_layers", 0),
+    )
+
+
+def build(spec: Architecture, place: Placement, *, num_positions: int) -> Decoder:
+    """Make the model, its weights unwritten."""
+    return Decoder(spec, place, num_positions=num_positions, is_zero_centred=True)
+
+
+class MtpLayer:
+    """Weights of the multi-token-prediction layer: one full-attention layer behind a merge of the
+    next token's embedding with the trunk's hidden state. Embedding and head are the trunk's."""
+
+    def __init__(self, spec: Architecture, place: Placement) -> None:
+        size, eps = spec.hidden_size, spec.norm_eps
+        attention = next(s for s in spec.layers if isinstance(s.mixer, AttentionSpec))
+        self._merge = Linear(2 * size, size, place)
+        self._norms = {
+            name: RmsNorm(size, eps, place, is_zero_centred=True)
+            for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        }
+        self._layers = [
+            DecoderLayer(size, attention, place, eps=eps, is_zero_centred=True)
+            for _ in range(spec.num_mtp_layers)
+        ]
+
+    def targets(self) -> dict[str, Tensor]:
+        """Checkpoint names and the tensors they fill."""
+        found = {f"mtp.{name}.weight": norm.weight for name, norm in self._norms.items()}
+        found["mtp.fc.weight"] = self._merge.weight
+        for index, layer in enumerate(self._layers):
+            found |= layer.targets(f"mtp.layers.{index}.")
+        return found
+
+    def finalize(self) -> None:
+        """Derive what is derived from weights, once, after loading."""
+        for part in (*self._norms.values(), *self._layers):
+            part.finalize()
+
+
+def ignore_rules(spec: Architecture) -> list[IgnoreRule]:
+    """Tensors that are recognised and not loaded."""
+    rules = [
+        IgnoreRule(r"model\.visual\..*", "vision tensors: text only is served"),
+        IgnoreRule(r"mtp\..*", "MTP tensors: speculation is off"),
+    ]
+    if spec.ties_embeddings:
+        rules.append(IgnoreRule(r"lm_head\.weight", "the head is the embedding"))
+    return rules

@@ -1,0 +1,38 @@
+"""Which file serves which `model_type`: one line per model."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from types import ModuleType
+
+from gapless.config.hf import HfConfig
+from gapless.core.architecture import Architecture
+from gapless.errors import UnsupportedModel
+
+MODELS = {
+    "qwen3": "gapless.models.qwen3",
+    "qwen3_5": "gapless.models.qwen3_5",
+    "qwen3_5_text": "gapless.models.qwen3_5",
+}
+
+
+def model_module(model_type: str) -> ModuleType:
+    """Return the file of a model: `architecture(hf)`, `build(...)`, `ignore_rules(...)`.
+
+    Raises:
+        UnsupportedModel: no file serves this type.
+    """
+    if model_type not in MODELS:
+        near = difflib.get_close_matches(model_type, MODELS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UnsupportedModel(
+            f"model_type {model_type!r} is not supported; {hint}supported: {', '.join(sorted(MODELS))}"
+        )
+    return importlib.import_module(MODELS[model_type])
+
+
+def read_architecture(hf: HfConfig) -> Architecture:
+    """Describe the model that a config is for."""
+    spec: Architecture = model_module(hf.model_type).architecture(hf)
+    return spec

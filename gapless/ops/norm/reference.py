@@ -1,0 +1,45 @@
+"""Root-mean-square norms, plain and gated; the definition, and the CPU path.
+
+`torch.nn.functional.rms_norm` is the same chain of operations on CPU, bit for bit and no faster.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def rms_norm(
+    x: Tensor,  # [..., D]
+    weight: Tensor,  # [D] acc dtype
+    eps: float,
+) -> Tensor:  # [..., D] in x's dtype
+    """Return x * rsqrt(mean(x^2) + eps) * weight, rounded to x's dtype once, at the end.
+
+    `weight` is the whole factor: a model that stores it around zero passes 1 + w.
+    """
+    return _normed(x, weight, eps).to(x.dtype)
+
+
+def gated_rms_norm(
+    x: Tensor,  # [..., V]
+    gate: Tensor,  # [..., V]
+    weight: Tensor,  # [V] acc dtype
+    eps: float,
+    *,
+    activation: Literal["silu", "sigmoid"],
+) -> Tensor:  # [..., V] in x's dtype
+    """Return rms_norm(x) * act(gate), norm before gate, rounded to x's dtype once, at the end."""
+    act = torch.nn.functional.silu if activation == "silu" else torch.sigmoid
+    normed = _normed(x, weight, eps)
+    return (normed * act(gate.to(normed.dtype))).to(x.dtype)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    inverse = (wide * wide).mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return wide * inverse * weight

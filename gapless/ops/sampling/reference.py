@@ -1,0 +1,86 @@
+"""Choosing a token per row: minimum length, temperature, filters, noise; also the CPU path.
+
+With noise that is a function of (seed, position, token id), argmax(log p + Gumbel) is an exact
+sample of p (the Gumbel-max trick) that depends on nothing else in the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from gapless.ops.sampling.philox import gumbel_noise
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NEG_INF = float("-inf")
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """Sampling parameters, one entry per row of logits."""
+
+    temperature: Tensor  # [N] float32; 0 is greedy
+    top_k: Tensor  # [N] integer; 0 or less keeps all
+    top_p: Tensor  # [N] float32; 1 keeps all
+    min_p: Tensor  # [N] float32; 0 keeps all
+    seeds: Tensor  # [N] int64
+    min_len: Tensor  # [N] int64: positions below it may not hold a stop id
+    stop_ids: Tensor  # [N, 8] int64; -1 is unused
+
+
+def sample(
+    logits: Tensor,  # [N, V] float32 or wider; not modified
+    positions: Tensor,  # [N] int64: position that the sampled token will occupy
+    rows: SamplingRows,
+    *,
+    all_greedy: bool,
+) -> Tensor:  # [N] int64
+    """Return one token id per row; ties go to the lowest id.
+
+    Stop ids are masked below the minimum length. Then, for rows with a temperature: division by
+    it, top-k, top-p of what top-k left, min-p, each keeping every token at its threshold, Gumbel
+    noise, argmax. `all_greedy` is the host's word that no row has a temperature.
+    """
+    logits = _mask_stop_ids(logits, positions, rows)
+    # argmax returns the first maximum of a row
+    greedy = logits.argmax(-1)
+    if all_greedy:
+        return greedy
+    is_greedy = rows.temperature == 0
+    scaled = logits / rows.temperature.masked_fill(is_greedy, 1.0).to(logits.dtype)[:, None]
+    kept = scaled.masked_fill(scaled < _threshold(scaled, rows), NEG_INF)
+    noise = gumbel_noise(rows.seeds, positions, logits.shape[1])
+    return torch.where(is_greedy, greedy, (kept + noise).argmax(-1))
+
+
+def _mask_stop_ids(logits: Tensor, positions: Tensor, rows: SamplingRows) -> Tensor:
+    num_rows, vocab_size = logits.shape
+    is_early = (positions < rows.min_len)[:, None]
+    is_id = (rows.stop_ids >= 0) & (rows.stop_ids < vocab_size)
+    # unused entries mark a column beyond the vocabulary
+    column = torch.where(is_early & is_id, rows.stop_ids, vocab_size)
+    masked = torch.zeros(num_rows, vocab_size + 1, dtype=torch.bool, device=logits.device)
+    masked.scatter_(1, column, value=True)
+    return logits.masked_fill(masked[:, :vocab_size], NEG_INF)
+
+
+def _threshold(scaled: Tensor, rows: SamplingRows) -> Tensor:  # [N, 1]
+    """Return the least logit that top-k, top-p and min-p all keep."""
+    vocab_size = scaled.shape[1]
+    descending = scaled.sort(-1, descending=True).values
+    last = torch.where(rows.top_k > 0, rows.top_k, vocab_size).clamp(max=vocab_size)
+    by_top_k = descending.gather(1, last.to(torch.int64)[:, None] - 1)
+
+    share = descending.masked_fill(descending < by_top_k, NEG_INF).softmax(-1)
+    before = share.cumsum(-1) - share
+    num_kept = (before < rows.top_p.to(share.dtype)[:, None]).sum(-1, keepdim=True)
+    by_top_p = descending.gather(1, num_kept.clamp(min=1) - 1)
+    # rounding may bring the sum of shares to 1 early: all means all
+    by_top_p = by_top_p.masked_fill(rows.top_p[:, None] >= 1, NEG_INF)
+
+    by_min_p = descending[:, :1] + rows.min_p.to(scaled.dtype).log()[:, None]
+    return torch.maximum(torch.maximum(by_top_k, by_top_p), by_min_p)

@@ -1,0 +1,149 @@
+"""Step metadata as a chain of torch operations: positions, cache locations and state indices.
+
+Everything is flat: an index names an entry of a pool or ring along its first axis. Reads of what
+does not exist name the *zero* entry or row, which is never written; writes of padded rows land on
+the null slot, null page and null row, which are never read by a real row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gapless.ops.linear_replay import ReplayIndices
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of the device memory, fixed when the pools are made."""
+
+    num_slots: int
+    num_pages: int
+    page_size: int
+    num_state_rows: int
+    replay_len: int  # L
+    ring_len: int  # R
+    conv_width: int
+    conv_ring_len: int  # R_c
+    max_window: int  # W_max
+
+    @property
+    def null_slot(self) -> int:
+        """Slot of padded rows."""
+        return self.num_slots
+
+    @property
+    def null_page(self) -> int:
+        """Page that absorbs writes beyond a row's reservation."""
+        return self.num_pages
+
+    @property
+    def null_row(self) -> int:
+        """State row that absorbs writes of rows with nothing to fold."""
+        return self.num_state_rows
+
+    @property
+    def zero_row(self) -> int:
+        """State row of zeros, read while a checkpoint's length is 0."""
+        return self.num_state_rows + 1
+
+    @property
+    def ring_zero(self) -> int:
+        """Replay ring entry of zeros."""
+        return (self.num_slots + 1) * self.ring_len
+
+    @property
+    def conv_zero(self) -> int:
+        """Convolution ring entry of zeros, read below position 0."""
+        return (self.num_slots + 1) * self.conv_ring_len
+
+    @property
+    def num_replayed(self) -> int:
+        """N: most committed entries a step can find in a ring, L - 1 + W_max."""
+        return self.replay_len - 1 + self.max_window
+
+
+@dataclass(frozen=True)
+class SlotColumns:
+    """The columns of the slot table that step metadata reads; one entry per slot, null slot last."""
+
+    seq_lens: Tensor  # [slots + 1] int64
+    checkpoint_len: Tensor  # [slots + 1] int64
+    state_rows: Tensor  # [slots + 1] int64
+    done: Tensor  # [slots + 1] bool
+    page_table: Tensor  # [slots + 1, P] int64
+
+
+class StepConstants:
+    """Constant index tensors, made once so that no step allocates them."""
+
+    def __init__(self, geometry: Geometry, device: torch.device) -> None:
+        self.window = torch.arange(geometry.max_window, device=device)
+        self.replayed = torch.arange(geometry.num_replayed, device=device)
+        # distance of each tap from its token, oldest first
+        self.tap_distance = torch.arange(geometry.conv_width - 1, -1, -1, device=device)[:, None]
+
+
+@dataclass(frozen=True)
+class WindowIndices:
+    """Where the tokens of one decode step read and write, B rows of W tokens."""
+
+    slots: Tensor  # [B]: the null slot for rows that are padded, or done when the step starts
+    seq_lens: Tensor  # [B]
+    fold_len: Tensor  # [B]: checkpoint length once the step has folded
+    positions: Tensor  # [B, W]
+    kv_write: Tensor  # [B * W]
+    replay: ReplayIndices
+    conv_write: Tensor  # [B * W]
+    conv_taps: Tensor  # [width, B * W]
+
+
+def window_indices(
+    slots: Tensor,  # [B] int64, padded rows name the null slot
+    columns: SlotColumns,
+    geometry: Geometry,
+    constants: StepConstants,
+    *,
+    window: int,  # W
+) -> WindowIndices:
+    """Derive a step's index tensors from its slots and the slot table, on the device.
+
+    A row whose slot is done is renamed to the null slot here, once for every layer and stage.
+    """
+    done = columns.done.index_select(0, slots)
+    slots = slots.masked_fill(done, geometry.null_slot)
+    seq_lens = columns.seq_lens.index_select(0, slots)
+    checkpoint_len = columns.checkpoint_len.index_select(0, slots)
+    rows = columns.state_rows.index_select(0, slots)
+    on_grid = seq_lens // geometry.replay_len * geometry.replay_len
+    fold_len = torch.maximum(checkpoint_len, on_grid)
+
+    positions = seq_lens[:, None] + constants.window[:window]
+    flat = positions.view(-1)
+    page = columns.page_table[slots[:, None], positions // geometry.page_size].view(-1)
+    token_slots = slots[:, None].expand(-1, window).reshape(-1)
+    conv_base = token_slots * geometry.conv_ring_len
+    tap_positions = flat - constants.tap_distance
+    conv_taps = (conv_base + tap_positions % geometry.conv_ring_len).masked_fill(
+        tap_positions < 0, geometry.conv_zero
+    )
+    replayed = checkpoint_len[:, None] + constants.replayed
+    ring_read = (slots * geometry.ring_len)[:, None] + replayed % geometry.ring_len
+    return WindowIndices(
+        slots=slots,
+        seq_lens=seq_lens,
+        fold_len=fold_len,
+        positions=positions,
+        kv_write=page * geometry.page_size + flat % geometry.page_size,
+        replay=ReplayIndices(
+            ring_read=ring_read.masked_fill(replayed >= seq_lens[:, None], geometry.ring_zero),
+            ring_write=(token_slots * geometry.ring_len + flat % geometry.ring_len).view(-1, window),
+            fold_mask=replayed < fold_len[:, None],
+            read_rows=rows.masked_fill(checkpoint_len == 0, geometry.zero_row),
+            fold_rows=rows.masked_fill(fold_len == checkpoint_len, geometry.null_row),
+        ),
+        conv_write=conv_base + flat % geometry.conv_ring_len,
+        conv_taps=conv_taps,
+    )

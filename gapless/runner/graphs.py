@@ -1,0 +1,87 @@
+"""Captured steps: one graph per run of stages and key, replayed over static buffers.
+
+On a CPU a graph is the same callable over the same buffers, so padding, null slots and replay
+behave alike on every device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from gapless.runner.stages import Stage, cut_at_seams
+
+logger = logging.getLogger(__name__)
+
+
+class StepGraph:
+    """The stages of one step for one key."""
+
+    def __init__(self, stages: Sequence[Stage], device: torch.device) -> None:
+        self._runs = cut_at_seams(stages)
+        self._graphs: list[torch.cuda.CUDAGraph] | None = None
+        self._output: Any = None
+        if device.type == "cuda":
+            self._capture()
+
+    @property
+    def num_launches(self) -> int:
+        """Graph launches per step."""
+        return len(self._runs)
+
+    def launch(self) -> Any:
+        """Run the step and return what its last stage made, valid until the next launch."""
+        if self._graphs is None:
+            value: Any = None
+            for run in self._runs:
+                value = _run(run, value)
+            return value
+        for run, graph in zip(self._runs, self._graphs, strict=True):
+            if run[0].plan is not None:
+                run[0].plan()
+            graph.replay()
+        return self._output
+
+    def _capture(self) -> None:
+        """Capture over inputs that name the null slot only, so that warming up changes nothing."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        graphs: list[torch.cuda.CUDAGraph] = []
+        with torch.cuda.stream(stream):
+            value: Any = None
+            for run in self._runs:
+                warm = value
+                _run(run, warm)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=stream):
+                    value = _run(run, warm)
+                graphs.append(graph)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graphs, self._output = graphs, value
+
+
+def _run(stages: Sequence[Stage], value: Any) -> Any:
+    for stage in stages:
+        if stage.plan is not None:
+            stage.plan()
+        value = stage.run(value)
+    return value
+
+
+class GraphRunner:
+    """Keeps one `StepGraph` per key, made on first use."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._graphs: dict[Hashable, StepGraph] = {}
+
+    def get(self, key: Hashable, make_stages: Callable[[], Sequence[Stage]]) -> StepGraph:
+        """Return the graph of `key`; `make_stages` must leave null inputs in the buffers."""
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._graphs[key] = StepGraph(make_stages(), self._device)
+            logger.debug("step graph %s: %d launch(es)", key, graph.num_launches)
+        return graph

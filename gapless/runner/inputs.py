@@ -1,0 +1,120 @@
+"""Traffic between host and device: packed uploads, and results read one step late.
+
+Host buffers are pinned on CUDA, used in turn, and written again only after the event of the copy
+that read them. Nothing is allocated per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# alignment of each packed array, enough for any element type and for vector loads
+ALIGNMENT = 16
+# buffers used in turn: one being read by the device, one being written by the host
+RING_LEN = 2
+
+TORCH_DTYPES = {
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
+    np.dtype(np.bool_): torch.bool,
+}
+
+
+class Event:
+    """When a copy on the current stream has passed; on a CPU it always has."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def record(self) -> None:
+        """Mark this point of the current stream."""
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Block the host until the marked point has passed."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+@dataclass(frozen=True)
+class _HostBuffer:
+    tensor: Tensor
+    array: np.ndarray
+    event: Event
+
+
+def _host_buffers(size: int, dtype: torch.dtype, device: torch.device) -> list[_HostBuffer]:
+    buffers = []
+    for _ in range(RING_LEN):
+        tensor = torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
+        buffers.append(_HostBuffer(tensor, tensor.numpy(), Event(device)))
+    return buffers
+
+
+class Upload:
+    """Sends named arrays to the device in one asynchronous copy.
+
+    The layout follows from the arrays' shapes alone, so equal shapes land at equal addresses and
+    a captured graph finds its inputs again.
+    """
+
+    def __init__(self, capacity_bytes: int, device: torch.device) -> None:
+        self._host = _host_buffers(capacity_bytes, torch.uint8, device)
+        self._device = torch.zeros(capacity_bytes, dtype=torch.uint8, device=device)
+        self._turn = 0
+
+    def send(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+        """Copy `arrays` and return their device views, valid until the next call."""
+        host = self._host[self._turn]
+        self._turn = (self._turn + 1) % RING_LEN
+        host.event.wait()
+        views: dict[str, Tensor] = {}
+        offset = 0
+        for name, array in arrays.items():
+            end = offset + array.nbytes
+            assert end <= host.array.size, f"{name} ends at byte {end} of {host.array.size}"
+            host.array[offset:end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            typed = self._device[offset:end].view(TORCH_DTYPES[array.dtype])
+            views[name] = typed.view(array.shape)
+            offset = -(-end // ALIGNMENT) * ALIGNMENT
+        self._device[:offset].copy_(host.tensor[:offset], non_blocking=True)
+        host.event.record()
+        return views
+
+
+class Download:
+    """Brings a device buffer to the host, read later through a ticket."""
+
+    def __init__(self, source: Tensor) -> None:
+        self._source = source
+        self._host = _host_buffers(source.numel(), source.dtype, source.device)
+        self._turn = 0
+
+    def fetch(self, count: int) -> Ticket:
+        """Start copying the first `count` elements; the ticket is good for RING_LEN fetches."""
+        host = self._host[self._turn]
+        self._turn = (self._turn + 1) % RING_LEN
+        host.tensor[:count].copy_(self._source[:count], non_blocking=True)
+        host.event.record()
+        return Ticket(host.array[:count], host.event)
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A copy under way to the host."""
+
+    _array: np.ndarray
+    _event: Event
+
+    def read(self) -> np.ndarray:
+        """Wait for the copy and return the elements, owned by the caller."""
+        self._event.wait()
+        return self._array.copy()

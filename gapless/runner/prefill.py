@@ -1,0 +1,182 @@
+"""The prefill chunk: packed prompt segments through chunked kernels, metadata decided on the host.
+
+Everything a chunk needs is integers that the host knows, so they are laid out in numpy once per
+forward, sent in one copy, and read by every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gapless.config.resolve import Config
+from gapless.core.plan import PrefillSegment
+from gapless.layers.batch import PrefillBatch
+from gapless.ops.linear_chunk import ChunkIndices, plan_chunks
+from gapless.ops.step_metadata import Geometry
+from gapless.runner.device import Device, Verified, accept
+from gapless.runner.inputs import Upload
+from gapless.runner.slot_table import admission_arrays
+
+# tokens whose intra-chunk terms are solved together in the linear layers
+CHUNK_LEN = 64
+# rows of full-vocabulary logits alive at once when prompt log-probabilities are asked for
+LOGPROB_ROWS = 256
+
+
+@dataclass(frozen=True)
+class PrefillLayout:
+    """One chunk's arrays, and the integers that stay on the host."""
+
+    arrays: dict[str, np.ndarray]
+    segments: tuple[tuple[int, int, int, int], ...]  # (q_start, q_end, kv_start, kv_end)
+    active: tuple[int, ...]  # segments still running in each round of the chunked scan
+
+
+def lay_out(
+    segments: tuple[PrefillSegment, ...], geometry: Geometry, num_page_columns: int
+) -> PrefillLayout:
+    """Decide every index of a prefill chunk on the host."""
+    lengths = [s.end - s.start for s in segments]
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    positions = np.concatenate([np.arange(s.start, s.end) for s in segments])
+    slots = np.repeat([s.slot for s in segments], lengths)
+    starts = np.repeat([s.start for s in segments], lengths)
+    ends = np.repeat([s.end for s in segments], lengths)
+    kv_read = [_entries(s, geometry) for s in segments]
+    kv_bounds = np.concatenate([[0], np.cumsum([s.end for s in segments])])
+
+    order, active, gather, scatter = plan_chunks(lengths, CHUNK_LEN)
+    ordered = [segments[i] for i in order]
+    stays = positions >= ends - geometry.conv_ring_len
+    conv_slots = np.where(stays, slots, geometry.null_slot)
+    arrays = {
+        "token_ids": np.concatenate([s.request.token_ids[s.start : s.end] for s in segments]),
+        "successors": np.concatenate([_successors(s) for s in segments]),
+        "positions": positions,
+        "kv_write": np.concatenate([e[s.start :] for s, e in zip(segments, kv_read, strict=True)]),
+        "kv_read": np.concatenate(kv_read),
+        "gather": gather,
+        "scatter": scatter,
+        "init_rows": np.array([s.state_row if s.start else geometry.zero_row for s in ordered]),
+        "final_rows": np.array([s.state_row for s in ordered]),
+        "conv_prefix": _conv_prefix(segments, geometry),
+        "conv_write": conv_slots * geometry.conv_ring_len + positions % geometry.conv_ring_len,
+        "conv_taps": _conv_taps(positions, starts, lengths, geometry),
+        "last_token": bounds[1:][[s.is_last for s in segments]] - 1,
+        "sampled_slots": np.array([s.slot for s in segments if s.is_last], np.int64),
+        "sampled_end": np.array([s.end for s in segments if s.is_last], np.int64),
+    }
+    integers = {name: array.astype(np.int64, copy=False) for name, array in arrays.items()}
+    return PrefillLayout(
+        arrays=integers | admission_arrays(segments, num_page_columns, geometry.null_page),
+        segments=tuple(
+            (int(bounds[i]), int(bounds[i + 1]), int(kv_bounds[i]), int(kv_bounds[i + 1]))
+            for i in range(len(segments))
+        ),
+        active=active,
+    )
+
+
+def _successors(segment: PrefillSegment) -> list[int]:
+    """The token after each of the segment's; token 0 stands where there is none yet."""
+    known = segment.request.token_ids[segment.start + 1 : segment.end + 1]
+    return known + [0] * (segment.end - segment.start - len(known))
+
+
+def _entries(segment: PrefillSegment, geometry: Geometry) -> np.ndarray:
+    """KV entries of positions `0 .. end` of a segment's request."""
+    position = np.arange(segment.end)
+    pages = np.array(segment.pages, np.int64)
+    return pages[position // geometry.page_size] * geometry.page_size + position % geometry.page_size
+
+
+def _conv_prefix(segments: tuple[PrefillSegment, ...], geometry: Geometry) -> np.ndarray:
+    """Ring entries of the taps before each segment's start, then the zero entry."""
+    distance = np.arange(geometry.conv_width - 1, 0, -1)
+    position = np.array([s.start for s in segments])[:, None] - distance
+    entry = np.array([s.slot for s in segments])[:, None] * geometry.conv_ring_len
+    entry = np.where(position < 0, geometry.conv_zero, entry + position % geometry.conv_ring_len)
+    return np.append(entry.reshape(-1), geometry.conv_zero)
+
+
+def _conv_taps(
+    positions: np.ndarray, starts: np.ndarray, lengths: list[int], geometry: Geometry
+) -> np.ndarray:
+    """Source row of each tap of each token: the chunk's inputs, or the prefix that follows them."""
+    total, before = len(positions), geometry.conv_width - 1
+    distance = np.arange(before, -1, -1)[:, None]
+    tapped = positions - distance
+    segment = np.repeat(np.arange(len(lengths)), lengths)
+    # the prefix holds `before` rows per segment, the last one right before its start
+    in_prefix = total + segment * before + before - (starts - tapped)
+    return np.where(tapped >= starts, np.arange(total) - distance, in_prefix)
+
+
+class PrefillRunner:
+    """Runs prefill chunks eagerly."""
+
+    def __init__(self, device: Device, config: Config, first_tokens: Tensor) -> None:
+        """Args: first_tokens: [max segments] int64, where sampled tokens go in plan order."""
+        self._device = device
+        self._first_tokens = first_tokens
+        tokens = config.chunked_prefill_size
+        segments = min(tokens, config.max_running_requests)
+        width = device.geometry.conv_width
+        pages = device.geometry.num_pages + device.num_page_columns
+        entries = config.num_pages * config.page_size
+        per_token = 6 + width + 2
+        per_segment = CHUNK_LEN + width + 32
+        elements = tokens * per_token + segments * per_segment + 2 * pages + entries + 1024
+        self._upload = Upload(8 * elements, device.device)
+        self.prompt_logprobs = torch.zeros(tokens, dtype=torch.float64, device=device.device)
+
+    def run(self, segments: tuple[PrefillSegment, ...]) -> None:
+        """Launch one chunk: KV, rings, checkpoints, and the first token of each last segment."""
+        device = self._device
+        layout = lay_out(segments, device.geometry, device.num_page_columns)
+        inputs = self._upload.send(layout.arrays)
+        device.table.admit(inputs)
+        hidden = device.model.forward(
+            inputs["token_ids"], device.memory, self._batch(layout, inputs)
+        )
+        if any(s.request.wants_prompt_logprobs for s in segments):
+            self._score(hidden, inputs["successors"])
+        sampled = [s.request for s in segments if s.is_last]
+        if sampled:
+            end = inputs["sampled_end"]
+            logits = device.model.logits(hidden.index_select(0, inputs["last_token"]))
+            # the prompt's last token is a window of one: it commits, and the sample follows it
+            verified = Verified(inputs["sampled_slots"], end - 1, end, logits)
+            greedy = all(request.params.is_greedy for request in sampled)
+            emitted = accept(device, verified, all_greedy=greedy)
+            self._first_tokens[: len(sampled)].copy_(emitted.tokens[:, 0])
+
+    def _batch(self, layout: PrefillLayout, inputs: Mapping[str, Tensor]) -> PrefillBatch:
+        return PrefillBatch(
+            positions=inputs["positions"],
+            kv_write=inputs["kv_write"],
+            attention=self._device.backend.plan_prefill(inputs["kv_read"], layout.segments),
+            chunks=ChunkIndices(
+                gather=inputs["gather"],
+                scatter=inputs["scatter"],
+                active=layout.active,
+                init_rows=inputs["init_rows"],
+                final_rows=inputs["final_rows"],
+            ),
+            conv_prefix=inputs["conv_prefix"],
+            conv_write=inputs["conv_write"],
+            conv_taps=inputs["conv_taps"],
+        )
+
+    def _score(self, hidden: Tensor, successors: Tensor) -> None:
+        """Store each position's log-probability of the token that follows it."""
+        for start in range(0, successors.shape[0], LOGPROB_ROWS):
+            rows = slice(start, start + LOGPROB_ROWS)
+            logprobs = self._device.model.logits(hidden[rows]).log_softmax(-1)
+            found = logprobs.gather(1, successors[rows, None])[:, 0]
+            self.prompt_logprobs[start : start + found.shape[0]].copy_(found)

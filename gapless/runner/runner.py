@@ -1,0 +1,95 @@
+"""Launches a plan on the device and hands back its result, to be read one step late."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gapless.config.resolve import Config
+from gapless.core.plan import PrefillSegment, StepPlan, StepResult
+from gapless.runner.decode import DecodeRunner
+from gapless.runner.device import Device
+from gapless.runner.inputs import Download, Ticket
+from gapless.runner.prefill import PrefillRunner
+
+
+@dataclass(frozen=True)
+class StepHandle:
+    """A launched step. Read it before two more steps are launched."""
+
+    _plan: StepPlan
+    _tokens: Ticket
+    _num_emitted: int
+    _window: int
+    _logprobs: Ticket | None
+
+    def wait(self) -> StepResult:
+        """Block until the step's tokens are on the host."""
+        tokens = self._tokens.read()
+        emitted = tokens[: self._num_emitted].reshape(-1, 1 + self._window)
+        emitted = emitted[: len(self._plan.decode)]
+        first = tokens[self._num_emitted :][: len(self._plan.sampled)]
+        return StepResult(
+            prefill_tokens=first.astype(np.int32),
+            decode_tokens=emitted[:, 1:].astype(np.int32),
+            decode_lens=emitted[:, 0].astype(np.int32),
+            prompt_logprobs=self._prompt_logprobs(),
+        )
+
+    def _prompt_logprobs(self) -> tuple[np.ndarray | None, ...]:
+        if self._logprobs is None:
+            return (None,) * len(self._plan.prefill)
+        logprobs = self._logprobs.read()
+        bounds = np.cumsum([0, *(s.end - s.start for s in self._plan.prefill)])
+        return tuple(
+            _own_logprobs(segment, logprobs[low:high])
+            for segment, low, high in zip(self._plan.prefill, bounds, bounds[1:], strict=False)
+        )
+
+
+def _own_logprobs(segment: PrefillSegment, logprobs: np.ndarray) -> np.ndarray | None:
+    if not segment.request.wants_prompt_logprobs:
+        return None
+    if segment.is_last:
+        logprobs[-1] = np.nan
+    return logprobs
+
+
+class Runner:
+    """Runs steps in the order they are given, without waiting for any of them."""
+
+    def __init__(self, device: Device, config: Config) -> None:
+        self.device = device
+        self._window = config.max_window
+        rows = config.max_running_requests
+        segments = min(config.chunked_prefill_size, rows)
+        self._num_emitted = rows * (1 + self._window)
+        # one buffer, so that one copy brings a step's results down
+        results = torch.zeros(
+            self._num_emitted + segments, dtype=torch.int64, device=device.device
+        )
+        emitted = results[: self._num_emitted].view(rows, 1 + self._window)
+        self._decode = DecodeRunner(device, config, emitted)
+        self._prefill = PrefillRunner(device, config, results[self._num_emitted :])
+        self._results = Download(results)
+        self._logprobs = Download(self._prefill.prompt_logprobs)
+
+    def run(self, plan: StepPlan) -> StepHandle:
+        """Launch a step: its prefill chunk, then its decode step."""
+        with torch.inference_mode():
+            logprobs = None
+            if plan.prefill:
+                self._prefill.run(plan.prefill)
+                if any(s.request.wants_prompt_logprobs for s in plan.prefill):
+                    logprobs = self._logprobs.fetch(_num_tokens(plan.prefill))
+            if plan.decode:
+                self._decode.run(plan)
+            tokens = self._results.fetch(self._num_emitted + len(plan.sampled))
+        return StepHandle(plan, tokens, self._num_emitted, self._window, logprobs)
+
+
+def _num_tokens(segments: Sequence[PrefillSegment]) -> int:
+    return sum(segment.end - segment.start for segment in segments)

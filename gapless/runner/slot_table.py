@@ -1,0 +1,113 @@
+"""The slot table: everything that crosses steps, on the device, one row per slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gapless.core.plan import PrefillSegment
+from gapless.core.sampling_params import MAX_STOP_IDS
+from gapless.ops.sampling import SamplingRows
+from gapless.ops.step_metadata import Geometry, SlotColumns
+
+# columns that a prefill segment sets from its request, by name
+REQUEST_COLUMNS = (
+    "limit_len", "min_len", "stop_ids", "temperature", "top_k", "top_p", "min_p", "seeds"
+)  # fmt: skip
+
+
+class SlotTable:
+    """Device columns indexed by slot; the last row is the null slot, done for ever at length 0."""
+
+    def __init__(self, geometry: Geometry, num_page_columns: int, device: torch.device) -> None:
+        rows = geometry.num_slots + 1
+
+        def column(fill: float, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.full((rows, *shape), fill, dtype=dtype, device=device)
+
+        self.columns = SlotColumns(
+            seq_lens=column(0),
+            checkpoint_len=column(0),
+            state_rows=column(geometry.null_row),
+            done=column(1, dtype=torch.bool),
+            page_table=column(geometry.null_page, num_page_columns),
+        )
+        self.window_tokens = column(0, geometry.max_window)
+        self.limit_len = column(0)
+        self.min_len = column(0)
+        self.stop_ids = column(-1, MAX_STOP_IDS)
+        self.temperature = column(0, dtype=torch.float32)
+        self.top_k = column(0)
+        self.top_p = column(1, dtype=torch.float32)
+        self.min_p = column(0, dtype=torch.float32)
+        self.seeds = column(0)
+
+    def sampling_rows(self, slots: Tensor, *, repeat: int) -> SamplingRows:
+        """Gather the sampling columns of `slots` [B], each row `repeat` times in a row."""
+
+        def rows(column: Tensor) -> Tensor:
+            found = column.index_select(0, slots)
+            if repeat == 1:
+                return found
+            expanded = found[:, None].expand(found.shape[0], repeat, *found.shape[1:])
+            return expanded.reshape(-1, *found.shape[1:])
+
+        return SamplingRows(
+            temperature=rows(self.temperature),
+            top_k=rows(self.top_k),
+            top_p=rows(self.top_p),
+            min_p=rows(self.min_p),
+            seeds=rows(self.seeds),
+            min_len=rows(self.min_len),
+            stop_ids=rows(self.stop_ids),
+        )
+
+    def admit(self, inputs: Mapping[str, Tensor]) -> None:
+        """Write the rows of a prefill chunk's slots; `inputs` as `admission_arrays` packs them."""
+        slots, end = inputs["slots"], inputs["end"]
+        columns = self.columns
+        columns.page_table.index_copy_(0, slots, inputs["null_pages"].expand(slots.shape[0], -1))
+        columns.page_table.view(-1).index_copy_(0, inputs["page_index"], inputs["page_value"])
+        columns.seq_lens.index_copy_(0, slots, end)
+        columns.checkpoint_len.index_copy_(0, slots, end)
+        columns.state_rows.index_copy_(0, slots, inputs["state_rows"])
+        columns.done.index_copy_(0, slots, inputs["is_partial"])
+        for name, column in self._request_columns().items():
+            column.index_copy_(0, slots, inputs[name])
+
+    def _request_columns(self) -> dict[str, Tensor]:
+        own: dict[str, Any] = vars(self)
+        return {name: own[name] for name in REQUEST_COLUMNS}
+
+
+def admission_arrays(
+    segments: tuple[PrefillSegment, ...], num_page_columns: int, null_page: int
+) -> dict[str, np.ndarray]:
+    """Pack what the slot table must know of a prefill chunk's segments."""
+    stop_ids = np.full((len(segments), MAX_STOP_IDS), -1, np.int64)
+    for i, segment in enumerate(segments):
+        stop_ids[i, : len(segment.request.stop_ids)] = segment.request.stop_ids
+    params = [segment.request.params for segment in segments]
+    return {
+        "slots": np.array([s.slot for s in segments], np.int64),
+        "end": np.array([s.end for s in segments], np.int64),
+        "state_rows": np.array([s.state_row for s in segments], np.int64),
+        "is_partial": np.array([not s.is_last for s in segments], np.bool_),
+        "null_pages": np.full(num_page_columns, null_page, np.int64),
+        "page_index": np.concatenate(
+            [s.slot * num_page_columns + np.arange(len(s.pages)) for s in segments]
+        ).astype(np.int64),
+        "page_value": np.concatenate([np.array(s.pages, np.int64) for s in segments]),
+        "limit_len": np.array([s.request.limit_len for s in segments], np.int64),
+        "min_len": np.array([s.request.min_len for s in segments], np.int64),
+        "stop_ids": stop_ids,
+        "temperature": np.array([p.temperature for p in params], np.float32),
+        "top_k": np.array([p.top_k for p in params], np.int64),
+        "top_p": np.array([p.top_p for p in params], np.float32),
+        "min_p": np.array([p.min_p for p in params], np.float32),
+        "seeds": np.array([s.request.seed for s in segments], np.int64),
+    }

@@ -1,0 +1,373 @@
+"""Which request runs when: waiting order, admission, prefill chunks, decode rows, retraction.
+
+Host integers only. One step is `plan = schedule()`, a launch, and `commit(plan, result)` one
+step late: when `schedule` is called, at most one launched step is unread. Whatever a request
+holds is released the moment it ends or is retracted, even while an unread step names it:
+slots, pages and rows change owner in compute-stream order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gapless.cache.manager import CacheManager
+from gapless.cache.rows import IdPool
+from gapless.core.plan import (
+    DecodeRow,
+    Delta,
+    PageEntry,
+    PrefillSegment,
+    StepPlan,
+    StepResult,
+)
+from gapless.core.request import FinishReason, Request, Status
+from gapless.core.sampling_params import MAX_STOP_IDS
+from gapless.scheduler.prompt_logprobs import PromptLogprobs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+# launched steps whose results are unread when the next one is planned; reservation, snapshots
+# and readmission are derived for this value
+RUN_AHEAD = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerLimits:
+    """Sizes that the device's pools and tables were built for."""
+
+    max_running_requests: int
+    """Slots, the null slot apart."""
+    max_model_len: int
+    """Most tokens of a request, prompt and output together."""
+    num_pages: int
+    """Pages, the null page apart."""
+    page_size: int
+    """Tokens per page."""
+    num_state_rows: int
+    """Rows of the state pool, the null row apart."""
+    chunked_prefill_size: int
+    """Most prompt tokens in one step."""
+    max_window: int
+    """Most tokens that a decode step emits per row."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            assert value >= 1, f"{name}={value}: want at least 1"
+
+
+def committed_len(request: Request) -> int:
+    """Tokens whose KV and state are final, as far as the host has read.
+
+    For a request that decodes, or ended while it did. Its newest token is never committed; while
+    its first token is unread, all the launched ones are.
+    """
+    return max(request.launched_len, len(request.token_ids) - 1)
+
+
+def is_read(request: Request) -> bool:
+    """Whether no launched step that names the request is unread."""
+    return request.unread_steps == 0
+
+
+def reason_to_end(request: Request) -> FinishReason | None:
+    """Why the newest token of a request ends it, by the rule that the device follows too."""
+    total_len = len(request.token_ids)
+    if total_len > request.min_len and request.token_ids[-1] in request.stop_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if total_len >= request.limit_len else None
+
+
+class Scheduler:
+    """The life of every request from `submit` to its one final delta.
+
+    Waiting requests are served first come, first served, without overtaking.
+    """
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._limits = limits
+        self._cache = CacheManager(
+            num_pages=limits.num_pages,
+            page_size=limits.page_size,
+            num_state_rows=limits.num_state_rows,
+            max_window=limits.max_window,
+        )
+        self._slots = IdPool(limits.max_running_requests)
+        self._requests: dict[str, Request] = {}
+        # both in order of arrival, and all of `_running` arrived before all of `_waiting`
+        self._running: dict[Request, None] = {}
+        self._waiting: deque[Request] = deque()
+        self._unread: deque[StepPlan] = deque()
+        self._prompt_logprobs = PromptLogprobs()
+        self._num_plans = 0
+        self._num_retractions = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is alive or a launched step is unread."""
+        return bool(self._requests or self._unread)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold nothing yet, or nothing any more."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a slot."""
+        return len(self._running)
+
+    @property
+    def num_retractions(self) -> int:
+        """Times that a request was sent back to waiting since the start."""
+        return self._num_retractions
+
+    def submit(self, request: Request) -> Delta | None:
+        """Queue a request; one that could never run ends at once with the delta returned."""
+        assert request.status is Status.WAITING, f"{request.request_id} is {request.status.value}"
+        assert request.request_id not in self._requests, f"{request.request_id} is in use"
+        assert len(request.stop_ids) <= MAX_STOP_IDS, f"{len(request.stop_ids)} stop ids"
+        error = self._reason_to_refuse(request)
+        self._requests[request.request_id] = request
+        self._waiting.append(request)
+        return self.finish(request, FinishReason.ERROR, error) if error else None
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step; the caller launches it. None if nothing can run before a commit.
+
+        Retracts the requests admitted last when pages run out.
+        """
+        assert len(self._unread) <= RUN_AHEAD, (
+            f"{len(self._unread)} launched steps are unread, at most {RUN_AHEAD} may be"
+        )
+        promised = self._promised_tokens()
+        page_entries = self._grow_decode_rows(promised)
+        prefill = tuple(self._cut_segments())
+        promised.update(segment.request for segment in prefill if segment.is_last)
+        rows = self._decode_requests(promised)
+        if not prefill and not rows:
+            assert self._unread or not self._requests, "requests wait, and nothing will wake them"
+            return None
+        plan = StepPlan(
+            step_id=self._num_plans,
+            prefill=prefill,
+            decode=tuple(DecodeRow(request, request.slot) for request in rows),
+            page_entries=page_entries,
+            max_seq_len=max((self._largest_seq_len(request) for request in rows), default=0),
+        )
+        self._num_plans += 1
+        self._unread.append(plan)
+        for request in _named_requests(plan):
+            request.unread_steps += 1
+        return plan
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[Delta]:
+        """Append what the oldest unread step emitted, and end the requests that it ended.
+
+        Tokens of a request that the host has ended meanwhile are dropped; those of a retracted
+        one are kept. A prompt's log-probabilities come with the request's first token.
+        """
+        assert next(iter(self._unread), None) is plan, f"step {plan.step_id} is not the oldest"
+        self._unread.popleft()
+        for request in _named_requests(plan):
+            request.unread_steps -= 1
+        self._prompt_logprobs.collect(plan, result)
+        emitted: dict[Request, list[int]] = {}
+        for request, tokens in _emissions(plan, result):
+            if request.status is Status.FINISHED and request not in emitted:
+                continue
+            assert tokens or request.status is Status.FINISHED, (
+                f"{request.request_id} is done on the device only"
+            )
+            self._append(request, tokens)
+            emitted.setdefault(request, []).extend(tokens)
+        return [self._news(request, tokens) for request, tokens in emitted.items()]
+
+    def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> Delta:
+        """End a request for a reason that the device does not see, and release all it holds.
+
+        Call it between two iterations (plan, launch, commit), so that at most one unread step
+        names the request; that step's tokens will be dropped. Returns the final delta.
+        """
+        self._end(request, reason)
+        self._prompt_logprobs.take(request)
+        return Delta(request, (), reason, error)
+
+    def abort(self, request_id: str) -> Delta | None:
+        """`finish` by id, at the client's wish; None if no such request is alive."""
+        request = self._requests.get(request_id)
+        return None if request is None else self.finish(request, FinishReason.ABORT)
+
+    def check_conserved(self) -> None:
+        """Assert that slots, pages, rows and unread steps add up. For tests."""
+        self._cache.check_conserved(self._running)
+        slots = {request.slot for request in self._running}
+        assert len(slots) == len(self._running), f"a slot has two owners: {sorted(slots)}"
+        assert len(slots) + self._slots.num_free == self._slots.size, "slots were lost"
+        assert set(self._requests.values()) == {*self._running, *self._waiting}, "lost requests"
+        assert len(self._requests) == len(self._running) + len(self._waiting), "queued twice"
+        for request in self._running:
+            assert request.status in (Status.PREFILL, Status.DECODE), f"{request} runs"
+        for request in self._waiting:
+            assert request.status is Status.WAITING, f"{request} waits"
+            assert request.slot == request.state_row == -1, f"{request} holds a slot or row"
+            assert not request.pages, f"{request} holds pages"
+        unread = Counter(request for plan in self._unread for request in _named_requests(plan))
+        for request in (*self._requests.values(), *unread):
+            assert request.unread_steps == unread[request], f"{request}: {unread[request]} unread"
+
+    def _reason_to_refuse(self, request: Request) -> str | None:
+        limits, limit_len, prompt_len = self._limits, request.limit_len, len(request.prompt_ids)
+        if prompt_len == 0:
+            return "the prompt has 0 tokens; at least 1 is needed: send a begin-of-text token"
+        if prompt_len >= limit_len:
+            return (
+                f"the prompt has {prompt_len} tokens and the request ends at {limit_len}; "
+                "at least 1 must be left to generate: shorten the prompt"
+            )
+        if limit_len > limits.max_model_len:
+            return (
+                f"prompt and output may reach {limit_len} tokens, the context holds "
+                f"{limits.max_model_len}; shorten the prompt or lower max_tokens"
+            )
+        num_pages = self._cache.num_pages_at_limit(limit_len)
+        if num_pages > limits.num_pages:
+            return (
+                f"prompt and output may reach {limit_len} tokens and need {num_pages} pages, "
+                f"{limits.num_pages} exist; lower max_tokens or give the cache more memory"
+            )
+        return None
+
+    def _promised_tokens(self) -> Counter[Request]:
+        """Fewest tokens that the unread steps emit for a request that they do not end."""
+        promised: Counter[Request] = Counter()
+        for plan in self._unread:
+            promised.update(segment.request for segment in plan.sampled)
+            promised.update(row.request for row in plan.decode)
+        return promised
+
+    def _decode_requests(self, promised: Counter[Request]) -> list[Request]:
+        """Requests that decode, but for those which the host knows to be done by then."""
+        return [
+            request
+            for request in self._running
+            if request.status is Status.DECODE
+            and len(request.token_ids) + promised[request] < request.limit_len
+        ]
+
+    def _grow_decode_rows(self, promised: Counter[Request]) -> tuple[PageEntry, ...]:
+        # oldest first, and it is the newest that yields: the oldest always gets on
+        entries: list[PageEntry] = []
+        for request in self._decode_requests(promised):
+            if request in self._running:
+                entries += self._grow(request)
+        return tuple(entries)
+
+    def _grow(self, request: Request) -> list[PageEntry]:
+        while (entries := self._cache.grow(request, committed_len(request))) is None:
+            assert len(self._running) > 1, f"{request.request_id} does not fit alone"
+            newest = next(reversed(self._running))
+            self._retract(newest)
+            if newest is request:
+                return []
+        return entries
+
+    def _retract(self, request: Request) -> None:
+        """Send a request back to the head of the queue with its tokens and nothing else."""
+        self._release(request)
+        request.status = Status.WAITING
+        request.launched_len = 0
+        self._waiting.appendleft(request)
+        self._num_retractions += 1
+
+    def _cut_segments(self) -> Iterator[PrefillSegment]:
+        budget = self._limits.chunked_prefill_size
+        for request in self._prefilling():
+            start, total_len = request.launched_len, len(request.token_ids)
+            end = min(total_len, start + budget)
+            request.launched_len = end
+            if end == total_len:
+                request.status = Status.DECODE
+            yield PrefillSegment(
+                request=request,
+                slot=request.slot,
+                state_row=request.state_row,
+                pages=tuple(request.pages),
+                start=start,
+                end=end,
+                is_last=end == total_len,
+            )
+            budget -= end - start
+            if budget == 0:
+                return
+
+    def _prefilling(self) -> Iterator[Request]:
+        """Requests with tokens to launch; the waiting ones are admitted as they are asked for."""
+        yield from [request for request in self._running if request.status is Status.PREFILL]
+        while self._waiting and self._admit(self._waiting[0]):
+            yield self._waiting.popleft()
+
+    def _admit(self, request: Request) -> bool:
+        if self._slots.num_free == 0 or not is_read(request) or not self._cache.admit(request):
+            return False
+        slot = self._slots.allocate()
+        assert slot is not None, "a slot was free above"
+        request.slot = slot
+        request.status = Status.PREFILL
+        self._running[request] = None
+        return True
+
+    def _largest_seq_len(self, request: Request) -> int:
+        """Upper bound of the device's committed length when the planned step starts."""
+        unread = self._limits.max_window * len(self._unread)
+        return min(committed_len(request) + unread, request.limit_len - 1)
+
+    def _append(self, request: Request, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            assert request.status is not Status.FINISHED, (
+                f"{request.request_id}: token {token} after its end"
+            )
+            request.token_ids.append(token)
+            reason = reason_to_end(request)
+            if reason is not None:
+                self._end(request, reason)
+
+    def _news(self, request: Request, tokens: list[int]) -> Delta:
+        is_first = request.num_output == len(tokens)
+        logprobs = self._prompt_logprobs.take(request) if is_first else ()
+        return Delta(request, tuple(tokens), request.finish_reason, prompt_logprobs=logprobs)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        assert request.status is not Status.FINISHED, f"{request.request_id} has ended before"
+        if request.status is Status.WAITING:
+            self._waiting.remove(request)
+        else:
+            self._release(request)
+        del self._requests[request.request_id]
+        request.status = Status.FINISHED
+        request.finish_reason = reason
+
+    def _release(self, request: Request) -> None:
+        del self._running[request]
+        self._cache.release(request)
+        self._slots.free(request.slot)
+        request.slot = -1
+
+
+def _named_requests(plan: StepPlan) -> list[Request]:
+    """Each request of a plan once."""
+    segments = (segment.request for segment in plan.prefill)
+    return list(dict.fromkeys((*segments, *(row.request for row in plan.decode))))
+
+
+def _emissions(plan: StepPlan, result: StepResult) -> Iterator[tuple[Request, list[int]]]:
+    """Requests and the tokens that a step emitted for them, first tokens first."""
+    for segment, token in zip(plan.sampled, result.prefill_tokens.tolist(), strict=True):
+        yield segment.request, [token]
+    lens = result.decode_lens.tolist()
+    for row, tokens, num_tokens in zip(
+        plan.decode, result.decode_tokens.tolist(), lens, strict=True
+    ):
+        yield row.request, tokens[:num_tokens]

@@ -1,0 +1,166 @@
+"""Token ids of one request to text, piece by piece, up to a stop string.
+
+Joined, the pieces equal the full decode of the tokens, cut before the stop string. A piece never
+ends inside a character and never holds the beginning of a stop string that may still be completed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gapless.text.tokenizer import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+# a character has at most 4 bytes, so at most 3 stand unfinished at the end of a decode
+_MAX_UNFINISHED = 3
+# tokens that stay when the window is cut. Two decodes of a byte-level vocabulary that begin at
+# different bytes agree after 3 common bytes, and the last 3 characters must agree: at most 9 bytes
+_KEEP_TOKENS = 12
+# the window is cut at the first whole character from here on ...
+_CUT_TOKENS = 2 * _KEEP_TOKENS
+# ... or here, where that many tokens have formed none
+_MAX_TOKENS = 3 * _KEEP_TOKENS
+
+
+@dataclass(frozen=True)
+class TextUpdate:
+    """What one token adds to the text."""
+
+    text: str
+    """Final text, safe to send."""
+    stop: str | None
+    """The stop string that ended the text; it is not part of the text."""
+
+
+class Detokenizer:
+    """Decodes one request's tokens as they come; each costs one decode of a bounded window."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: tuple[str, ...],
+        skip_special_tokens: bool,
+        min_tokens: int,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._matcher = _StopMatcher(stop)
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._stop: str | None = None
+        self._window: list[int] = []  # the newest tokens that give text
+        self._given = 0  # characters of the window's text that the matcher has had
+        self._clean_start = 0  # an early boundary in the window that splits no character
+
+    def push(self, token_id: int) -> TextUpdate:
+        """Add one token and return the text that became final.
+
+        A stop string counts if it is completed by the `min_tokens`-th token or a later one. Of
+        those that one token completes, the one that begins first is taken, the shortest of several
+        that begin there. After a stop, tokens add nothing and the stop is repeated.
+        """
+        if self._stop is not None:
+            return TextUpdate("", self._stop)
+        self._num_tokens += 1
+        text = self._match(self._decode(token_id))
+        return TextUpdate(text, self._stop)
+
+    def flush(self) -> str:
+        """Return the text still held, at the end of the tokens; empty after a stop.
+
+        Bytes of an unfinished character come out as U+FFFD.
+        """
+        if self._stop is not None:
+            return ""
+        fresh = self._window_text()[self._given :]
+        self._given += len(fresh)
+        return self._match(fresh) + self._matcher.release()
+
+    def _match(self, fresh: str) -> str:
+        """Return what may be sent once `fresh` has come, and note a stop string."""
+        if self._num_tokens < self._min_tokens:
+            return self._matcher.pass_by(fresh)
+        text, self._stop = self._matcher.feed(fresh)
+        return text
+
+    def _decode(self, token_id: int) -> str:
+        """Append a token to the window and return the text that it makes final."""
+        is_special = token_id in self._tokenizer.special_ids
+        if token_id >= self._tokenizer.vocab_size or (self._skip_special_tokens and is_special):
+            return ""
+        self._window.append(token_id)
+        text = self._window_text()
+        # bytes of an unfinished character decode to replacement characters; a byte-fallback
+        # decoder makes so even of the whole characters right before it
+        num_unfinished = len(text) - len(text.rstrip(_REPLACEMENT))
+        if len(self._window) == _MAX_TOKENS:
+            num_unfinished = min(num_unfinished, _MAX_UNFINISHED)
+        end = len(text) - num_unfinished
+        fresh = text[self._given : end]
+        self._given = max(self._given, end)
+        self._bound_window(num_unfinished)
+        return fresh
+
+    def _bound_window(self, num_unfinished: int) -> None:
+        num_tokens = len(self._window)
+        if num_unfinished == 0 and num_tokens <= _KEEP_TOKENS:
+            self._clean_start = num_tokens
+        if num_tokens == _MAX_TOKENS or (num_unfinished == 0 and num_tokens >= _CUT_TOKENS):
+            # without a clean boundary the bytes are malformed, and any boundary will do
+            self._window = self._window[self._clean_start or _KEEP_TOKENS :]
+            self._given = len(self._window_text()) - num_unfinished
+            self._clean_start = 0
+
+    def _window_text(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special_tokens)
+
+
+class _StopMatcher:
+    """Finds stop strings in a stream of text and holds back what may become one."""
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self._stop = stop
+        self._held = ""  # the longest end of the text that begins a stop string
+
+    def feed(self, fresh: str) -> tuple[str, str | None]:
+        """Add text; return what is safe to send and the stop string that was completed, if any."""
+        text = self._held + fresh
+        found = self._find(text, len(self._held))
+        if found is not None:
+            start, stop = found
+            self._held = ""
+            return text[:start], stop
+        return self._hold(text), None
+
+    def pass_by(self, fresh: str) -> str:
+        """Add text in which a complete stop string is of no account."""
+        return self._hold(self._held + fresh)
+
+    def release(self) -> str:
+        """Return the held text, at the end of the stream."""
+        held, self._held = self._held, ""
+        return held
+
+    def _find(self, text: str, old_len: int) -> tuple[int, str] | None:
+        """Return the first match that ends after `old_len` characters."""
+        matches = [
+            (text.find(stop, max(0, old_len - len(stop) + 1)), len(stop), stop)
+            for stop in self._stop
+        ]
+        start, _, stop = min((match for match in matches if match[0] >= 0), default=(-1, 0, ""))
+        return None if start < 0 else (start, stop)
+
+    def _hold(self, text: str) -> str:
+        num_held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        cut = len(text) - num_held
+        self._held = text[cut:]
+        return text[:cut]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of `text` that begins, and is not all of, `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,232 @@
+"""Tiny random models as transformers objects, and checkpoints of them in the styles of the hub.
+
+Sizes are chosen so that mixed-up dimensions show: K != V, H != HV, nothing square.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HIDDEN = 64
+NUM_HEADS = 4
+NUM_KV_HEADS = 2
+HEAD_DIM = 32
+INTERMEDIATE = 112
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "num_hidden_layers": 4,
+    "num_attention_heads": NUM_HEADS,
+    "num_key_value_heads": NUM_KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+
+DELTA_NET: dict[str, Any] = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+}
+
+
+# of seeds 0 to 4, scaled, the one where transformers' float32 is closest to its float64: 1e-4 at
+# most for qwen3_5 over 70 tokens, where others reach 5e-4; qwen3 stays below 1e-5 with all of them
+VETTED_SEED = 2
+
+
+def _rope(theta: float, **more: Any) -> dict[str, Any]:
+    # the base differs from every class default, so that one who assumes a default is found out
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, **more}}
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """Which transformers classes make a tiny model, and from what."""
+
+    config_class: str
+    model_class: str
+    options: dict[str, Any]
+
+
+QWEN3 = {**COMMON, **_rope(20_000.0)}
+QWEN3_5 = {**COMMON, **DELTA_NET, **_rope(30_000.0, partial_rotary_factor=0.25)}
+
+MODELS = {
+    f"{name}{suffix}": TinyModel(
+        config_class, model_class, {**options, "tie_word_embeddings": suffix == "_tied"}
+    )
+    for name, config_class, model_class, options in (
+        ("qwen3", "Qwen3Config", "Qwen3ForCausalLM", QWEN3),
+        ("qwen3_5", "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", QWEN3_5),
+    )
+    for suffix in ("", "_tied")
+}
+
+
+def build(name: str, *, scaled: bool, seed: int) -> tuple[Any, Any]:
+    """Return a tiny model's transformers config and float32 model, in evaluation mode.
+
+    Args:
+        name: a key of `MODELS`.
+        scaled: spread the weights, so that every parameter matters and greedy decoding does not
+            repeat itself; else transformers' own initialization, whose small activations show
+            other mistakes (the place of an epsilon).
+        seed: decides all weights; the global generator is left as it was.
+    """
+    tiny = MODELS[name]
+    config = getattr(transformers, tiny.config_class)(**tiny.options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = getattr(transformers, tiny.model_class)(config).eval().float()
+    if scaled:
+        _scale(model, torch.Generator().manual_seed(seed + 1))
+    return config, model
+
+
+def _scale(model: torch.nn.Module, generator: torch.Generator) -> None:
+    """Redraw matrices with variance 1 / fan-in and jitter vectors; A_log and dt_bias stay."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("A_log", "dt_bias")):
+                continue
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.ndim == 1:
+                weight.add_(noise * 0.1)
+            else:
+                weight.copy_(noise * (0.4 if "conv" in name else weight.shape[-1] ** -0.5))
+
+
+def save(model: Any, directory: Path) -> Path:
+    """Write a model as transformers does, one safetensors file, and return the directory."""
+    model.save_pretrained(directory)
+    return directory
+
+
+def stored_weights(directory: Path) -> dict[str, Tensor]:
+    """Read all tensors of a checkpoint, by stored name."""
+    weights: dict[str, Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        weights |= load_file(file)
+    return weights
+
+
+def hub_style(
+    source: Path,
+    target: Path,
+    *,
+    text_prefix: str = "model.language_model.",
+    num_shards: int = 3,
+    has_mtp: bool = True,
+) -> Path:
+    """Rewrite a saved Qwen3.5 text checkpoint as the hub's multimodal ones are laid out.
+
+    The config wraps `text_config`; text tensors get `text_prefix`; vision and MTP tensors, whose
+    values are random, are added; everything is sharded under an index.
+
+    Args:
+        text_prefix: what replaces "model." in text tensors; with "language_model.model." the head
+            moves along, to "language_model.lm_head.".
+        has_mtp: whether there are `mtp.*` tensors and the config announces them.
+    """
+    weights = {
+        _hub_name(name, text_prefix): tensor for name, tensor in stored_weights(source).items()
+    }
+    generator = torch.Generator().manual_seed(17)
+    extra = VISION_SHAPES | (mtp_shapes() if has_mtp else {})
+    weights |= {
+        name: torch.randn(shape, generator=generator) * 0.1 for name, shape in extra.items()
+    }
+    target.mkdir(parents=True, exist_ok=True)
+    text = json.loads((source / "config.json").read_text())
+    (architecture,), ties = text.pop("architectures"), text.pop("tie_word_embeddings")
+    if has_mtp:
+        text |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+    wrapper = {
+        "architectures": [architecture.replace("CausalLM", "ConditionalGeneration")],
+        "model_type": "qwen3_5",
+        "image_token_id": 250,
+        "tie_word_embeddings": ties,
+        "text_config": text,
+        "vision_config": {"model_type": "qwen3_5_vision", "depth": 2, "hidden_size": 8},
+    }
+    (target / "config.json").write_text(json.dumps(wrapper, indent=2))
+    save_sharded(weights, target, num_shards)
+    return target
+
+
+def save_sharded(weights: dict[str, Tensor], directory: Path, num_shards: int) -> None:
+    """Write tensors round-robin over shards, with the index that names them."""
+    directory.mkdir(parents=True, exist_ok=True)
+    weight_map: dict[str, str] = {}
+    for shard in range(num_shards):
+        file_name = f"model-{shard + 1:05}-of-{num_shards:05}.safetensors"
+        part = {
+            name: tensor.contiguous()
+            for index, (name, tensor) in enumerate(sorted(weights.items()))
+            if index % num_shards == shard
+        }
+        save_file(part, directory / file_name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file_name)
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    index_file = directory / "model.safetensors.index.json"
+    index_file.write_text(
+        json.dumps({"metadata": {"total_size": num_bytes}, "weight_map": weight_map}, indent=2)
+    )
+
+
+VISION_SHAPES: dict[str, tuple[int, ...]] = {
+    "model.visual.patch_embed.proj.weight": (8, 3, 2, 4, 4),
+    "model.visual.pos_embed.weight": (9, 8),
+    **{f"model.visual.blocks.{i}.attn.qkv.weight": (24, 8) for i in range(2)},
+    **{f"model.visual.blocks.{i}.norm1.bias": (8,) for i in range(2)},
+    "model.visual.merger.linear_fc2.weight": (HIDDEN, 32),
+}
+
+
+def mtp_shapes() -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a dense Qwen3.5 MTP layer: a merge, one attention layer, norms."""
+    queries, keys = NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (HIDDEN,),
+        "post_attention_layernorm": (HIDDEN,),
+        "self_attn.q_proj": (2 * queries, HIDDEN),  # each head's query, then its output gate
+        "self_attn.k_proj": (keys, HIDDEN),
+        "self_attn.v_proj": (keys, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, queries),
+        "self_attn.q_norm": (HEAD_DIM,),
+        "self_attn.k_norm": (HEAD_DIM,),
+        "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
+        "mlp.up_proj": (INTERMEDIATE, HIDDEN),
+        "mlp.down_proj": (HIDDEN, INTERMEDIATE),
+    }
+    return {
+        "mtp.fc.weight": (HIDDEN, 2 * HIDDEN),
+        "mtp.pre_fc_norm_embedding.weight": (HIDDEN,),
+        "mtp.pre_fc_norm_hidden.weight": (HIDDEN,),
+        "mtp.norm.weight": (HIDDEN,),
+        **{f"mtp.layers.0.{name}.weight": shape for name, shape in layer.items()},
+    }
+
+
+def _hub_name(name: str, text_prefix: str) -> str:
+    if name.startswith("model."):
+        return text_prefix + name.removeprefix("model.")
+    return "language_model." + name if text_prefix.startswith("language_model.") else name

@@ -1,0 +1,55 @@
+"""Packed uploads and late downloads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from gapless.runner.inputs import Download, Upload
+
+CPU = torch.device("cpu")
+
+
+def _arrays(count: int, fill: int) -> dict[str, np.ndarray]:
+    return {
+        "ids": np.full(count, fill, np.int64),
+        "flags": np.array([True, False, True]),
+        "scale": np.full((count, 2), fill / 2, np.float32),
+        "none": np.zeros(0, np.int64),
+    }
+
+
+def test_arrays_arrive_with_shape_type_and_value() -> None:
+    arrays = _arrays(5, 7)
+    views = Upload(256, CPU).send(arrays)
+    assert list(views) == list(arrays)
+    for name, array in arrays.items():
+        assert views[name].shape == array.shape
+        np.testing.assert_array_equal(views[name].numpy(), array)
+
+
+def test_equal_shapes_land_at_equal_addresses() -> None:
+    upload = Upload(256, CPU)
+    first = upload.send(_arrays(5, 1))
+    second = upload.send(_arrays(5, 2))
+    assert {n: v.data_ptr() for n, v in first.items()} == {
+        n: v.data_ptr() for n, v in second.items()
+    }
+    assert first["ids"].tolist() == [2] * 5
+
+
+def test_what_does_not_fit_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="scale ends at byte"):
+        Upload(64, CPU).send(_arrays(5, 1))
+
+
+def test_a_ticket_keeps_its_step_while_the_next_one_is_fetched() -> None:
+    source = torch.zeros(4, dtype=torch.int64)
+    download = Download(source)
+    source.fill_(1)
+    first = download.fetch(4)
+    source.fill_(2)
+    second = download.fetch(2)
+    assert first.read().tolist() == [1, 1, 1, 1]
+    assert second.read().tolist() == [2, 2]

@@ -1,0 +1,392 @@
+"""A runner without numbers: it executes step plans on a model that is a hash of all it reads.
+
+State, KV and convolution taps are integers, and the next token is a hash of them, so one stale
+entry, wrong page or miscounted length changes the tokens. Everything that the design keeps on
+the device is here: the slot table, pages by page table with a null page, replay and convolution
+rings, checkpoint rows, MTP KV, done rows. Nothing is ever cleared, as on the device: what a
+former tenant left lies there until it is overwritten, and unwritten memory holds junk.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gapless.core import architecture
+from gapless.core.plan import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from gapless.core.plan import PrefillSegment
+    from gapless.core.request import Request
+    from gapless.scheduler.scheduler import SchedulerLimits
+
+VOCAB_SIZE = 11
+CONV_WIDTH = 4
+# a draft pass's MTP KV: a guess that extend overwrites
+DRAFTED = -7
+
+
+class Divergence(AssertionError):
+    """The device did something that the design rules out."""
+
+
+class Flaw(Enum):
+    """A way to break the device's side of the design."""
+
+    DONE_ROW_FOLDS = auto()  # a done row keeps its slot: layers fold, the counters stay
+    DONE_ROW_RUNS = auto()  # a done row keeps its slot and runs on, counted
+    STOP_IS_NOT_COUNTED = auto()  # a step that stops adds one token less to seq_lens
+    COUNTS_PAST_STOP = auto()  # a step that stops also adds the accepted drafts after the stop
+
+
+def state_input(token: int, state: int) -> int:
+    """Replay ring entry of a token."""
+    return hash((1, token, state))
+
+
+def fold(state: int, entry: int) -> int:
+    """State after a ring entry."""
+    return hash((2, state, entry))
+
+
+def kv_value(token: int, state: int) -> int:
+    """KV entry of a token."""
+    return hash((3, token, state))
+
+
+def mtp_value(hidden: int, token: int) -> int:
+    """The MTP layer's KV at p, of the trunk's hidden state at p - 1 and the token at p."""
+    return hash((4, hidden, token))
+
+
+def next_token(
+    state: int, kv: tuple[int, ...], taps: tuple[int | None, ...], *, masked: tuple[int, ...]
+) -> int:
+    """The token at position `len(kv)`; stop ids that may not come yet are masked."""
+    token = hash((5, state, kv, tuple(-1 if tap is None else tap for tap in taps))) % VOCAB_SIZE
+    while token in masked:
+        token = (token + 1) % VOCAB_SIZE
+    return token
+
+
+def prompt_logprob(state: int, token: int) -> float:
+    """Log-probability of a prompt token after a state."""
+    return -(hash((6, state, token)) % 997) / 100.0
+
+
+@lru_cache(maxsize=1 << 16)
+def reference(tokens: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """State after `tokens`, and the KV of all their positions."""
+    if not tokens:
+        return 0, ()
+    state, kv = reference(tokens[:-1])
+    return fold(state, state_input(tokens[-1], state)), (*kv, kv_value(tokens[-1], state))
+
+
+def taps_of(tokens: tuple[int, ...]) -> tuple[int | None, ...]:
+    """Convolution taps of the last token."""
+    tail = tokens[-CONV_WIDTH:]
+    return (None,) * (CONV_WIDTH - len(tail)) + tail
+
+
+def reference_next(request: Request, tokens: tuple[int, ...]) -> int:
+    """The token that follows `tokens` in a request, as a pure function."""
+    masked = request.stop_ids if len(tokens) < request.min_len else ()
+    return next_token(*reference(tokens), taps_of(tokens), masked=masked)
+
+
+def reference_output(request: Request) -> tuple[int, ...]:
+    """All tokens that a request generates if nobody ends it early."""
+    tokens = request.prompt_ids
+    while len(tokens) < request.limit_len:
+        token = reference_next(request, tokens)
+        is_stop = token in request.stop_ids and len(tokens) >= request.min_len
+        tokens = (*tokens, token)
+        if is_stop:
+            break
+    return tokens[len(request.prompt_ids) :]
+
+
+@dataclass
+class Slot:
+    """One row of the slot table, and the rings of that slot."""
+
+    page_table: list[int]
+    window: list[int]
+    ring: list[int]
+    conv_ring: list[int]
+    seq_len: int = 0
+    checkpoint_len: int = 0
+    state_row: int = 0
+    last_hidden: int = 0
+    is_done: bool = True
+    limit_len: int = 0
+    min_len: int = 0
+    stop_ids: tuple[int, ...] = ()
+    # not of the design: what the scripted drafter and the frozen-state check need
+    request: Request | None = None
+    history: tuple[int, ...] = ()
+    when_done: object = None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How a device is built."""
+
+    limits: SchedulerLimits
+    replay_len: int
+    accept_rate: float
+    seed: int
+    flaws: frozenset[Flaw] = field(default_factory=frozenset)
+
+
+class HashDevice:
+    """Executes plans at once, in order; the caller decides when to look at the results."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        limits = sizes.limits
+        self.window = limits.max_window
+        self.replay_len = sizes.replay_len
+        self.page_size = limits.page_size
+        self.null_page = limits.num_pages
+        self.null_slot = limits.max_running_requests
+        self.flaws = sizes.flaws
+        self._accept_rate = sizes.accept_rate
+        self._random = random.Random(sizes.seed)
+        self._junk = -1000
+        ring_len = architecture.ring_capacity(self.replay_len, self.window)
+        conv_len = architecture.conv_ring_capacity(CONV_WIDTH, self.window)
+        # windows, drafts and reservations reach past the context's end
+        num_entries = -(-(limits.max_model_len + 4 * self.window) // self.page_size)
+        self.slots = [
+            Slot(
+                page_table=[self.null_page] * num_entries,
+                window=[0] * self.window,
+                ring=[self._unwritten() for _ in range(ring_len)],
+                conv_ring=[self._unwritten() for _ in range(conv_len)],
+            )
+            for _ in range(self.null_slot + 1)
+        ]
+        self.slots[self.null_slot].state_row = limits.num_state_rows
+        self.states = [self._unwritten() for _ in range(limits.num_state_rows + 1)]
+        num_positions = (self.null_page + 1) * self.page_size
+        self.kv = [self._unwritten() for _ in range(num_positions)]
+        self.mtp_kv = [self._unwritten() for _ in range(num_positions)]
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Execute one step: prefill, page-table entries, decode."""
+        firsts: list[int] = []
+        logprobs: list[np.ndarray | None] = []
+        for segment in plan.prefill:
+            logprobs.append(self._prefill(segment))
+            if segment.is_last:
+                firsts.append(self._sample_first(segment))
+        for entry in plan.page_entries:
+            self.slots[entry.slot].page_table[entry.index] = entry.page
+        tokens = np.full((len(plan.decode), self.window), -1, dtype=np.int32)
+        lens = np.zeros(len(plan.decode), dtype=np.int32)
+        for i, row in enumerate(plan.decode):
+            if self.slots[row.slot].seq_len > plan.max_seq_len:
+                raise Divergence(f"slot {row.slot} is longer than {plan.max_seq_len=}")
+            emitted = self._decode(row.slot)
+            tokens[i, : len(emitted)] = emitted
+            lens[i] = len(emitted)
+        has_logprobs = any(values is not None for values in logprobs)
+        return StepResult(
+            prefill_tokens=np.array(firsts, dtype=np.int32),
+            decode_tokens=tokens,
+            decode_lens=lens,
+            prompt_logprobs=tuple(logprobs) if has_logprobs else (),
+        )
+
+    def check_snapshot(self, index: int, tokens: tuple[int, ...], position: int) -> None:
+        """Materialize a slot's state at `position`, and compare all that a snapshot holds."""
+        slot, prefix = self.slots[index], tokens[:position]
+        if not slot.checkpoint_len <= position <= slot.seq_len:
+            raise Divergence(
+                f"slot {index}: no state at {position}, only at "
+                f"{slot.checkpoint_len}..{slot.seq_len}"
+            )
+        state, kv = reference(prefix)
+        if self._state_at(slot, position) != state:
+            raise Divergence(f"slot {index}: wrong state at {position}")
+        # the taps of the token that may follow, which is itself the last of CONV_WIDTH
+        if self._taps(slot, position - 1)[1:] != taps_of(prefix)[1:]:
+            raise Divergence(f"slot {index}: wrong convolution tail at {position}")
+        if self._read_kv(slot, position) != kv:
+            raise Divergence(f"slot {index}: wrong KV before {position}")
+        if self.window > 1:
+            self._check_mtp(slot, prefix)
+
+    def check_frozen(self, index: int, committed_len: int) -> None:
+        """Compare a done slot with what it was when it became done."""
+        slot = self.slots[index]
+        if slot.seq_len != committed_len:
+            raise Divergence(f"slot {index}: seq_len {slot.seq_len}, want {committed_len}")
+        if not slot.is_done or slot.when_done != self._contents(slot):
+            raise Divergence(f"slot {index}: its state moved on after it was done")
+
+    def _unwritten(self) -> int:
+        self._junk -= 1
+        return self._junk
+
+    def _address(self, slot: Slot, position: int) -> int:
+        page = slot.page_table[position // self.page_size]
+        return page * self.page_size + position % self.page_size
+
+    def _write(self, kv: list[int], slot: Slot, position: int, value: int) -> None:
+        """Write KV that the design reserves pages for; the null slot alone may hit the null page."""
+        address = self._address(slot, position)
+        if address >= self.null_page * self.page_size:
+            if slot is not self.slots[self.null_slot]:
+                raise Divergence(f"position {position} is beyond the reservation")
+            value = self._unwritten()
+        kv[address] = value
+
+    def _read_kv(self, slot: Slot, num_positions: int) -> tuple[int, ...]:
+        return tuple(self.kv[self._address(slot, p)] for p in range(num_positions))
+
+    def _taps(self, slot: Slot, position: int) -> tuple[int | None, ...]:
+        ring = slot.conv_ring
+        span = range(position - CONV_WIDTH + 1, position + 1)
+        return tuple(ring[p % len(ring)] if p >= 0 else None for p in span)
+
+    def _state_at(self, slot: Slot, position: int) -> int:
+        state = self.states[slot.state_row] if slot.checkpoint_len > 0 else 0
+        for p in range(slot.checkpoint_len, position):
+            state = fold(state, slot.ring[p % len(slot.ring)])
+        return state
+
+    def _prefill(self, segment: PrefillSegment) -> np.ndarray | None:
+        slot, request = self.slots[segment.slot], segment.request
+        spare = len(slot.page_table) - len(segment.pages)
+        slot.page_table = [*segment.pages, *[self.null_page] * spare]
+        slot.state_row = segment.state_row
+        slot.is_done = True
+        if segment.start > 0 and slot.checkpoint_len != segment.start:
+            raise Divergence(f"segment from {segment.start}, checkpoint {slot.checkpoint_len}")
+        state = self.states[slot.state_row] if segment.start > 0 else 0
+        logprobs = np.full(segment.end - segment.start, np.nan)
+        for p in range(segment.start, segment.end):
+            token = request.token_ids[p]
+            self._write(self.kv, slot, p, kv_value(token, state))
+            if self.window > 1 and p > 0:
+                self._write(self.mtp_kv, slot, p, mtp_value(slot.last_hidden, token))
+            slot.conv_ring[p % len(slot.conv_ring)] = token
+            state = slot.last_hidden = fold(state, state_input(token, state))
+            if p + 1 < len(request.token_ids):
+                logprobs[p - segment.start] = prompt_logprob(state, request.token_ids[p + 1])
+        self.states[slot.state_row] = state
+        slot.seq_len = slot.checkpoint_len = segment.end
+        return logprobs if request.wants_prompt_logprobs else None
+
+    def _sample_first(self, segment: PrefillSegment) -> int:
+        slot, request, n = self.slots[segment.slot], segment.request, segment.end
+        slot.limit_len, slot.min_len = request.limit_len, request.min_len
+        slot.stop_ids, slot.request = request.stop_ids, request
+        token = self._target(slot, n, self.states[slot.state_row])
+        slot.is_done = self._is_end(slot, token, n + 1)
+        slot.history = (*request.token_ids[:n], token)
+        if self.window > 1:
+            self._write(self.mtp_kv, slot, n, mtp_value(slot.last_hidden, token))
+        self._settle(slot, token)
+        return token
+
+    def _target(self, slot: Slot, position: int, state: int) -> int:
+        """Sample the token at `position` from everything before it."""
+        masked = slot.stop_ids if position < slot.min_len else ()
+        kv = self._read_kv(slot, position)
+        return next_token(state, kv, self._taps(slot, position - 1), masked=masked)
+
+    def _is_end(self, slot: Slot, token: int, total_len: int) -> bool:
+        is_stop = token in slot.stop_ids and total_len > slot.min_len
+        return is_stop or total_len >= slot.limit_len
+
+    def _decode(self, index: int) -> list[int]:
+        was_done = self.slots[index].is_done
+        keeps_slot = self.flaws & {Flaw.DONE_ROW_FOLDS, Flaw.DONE_ROW_RUNS}
+        slot = self.slots[self.null_slot if was_done and not keeps_slot else index]
+        nodes = self._verify(slot)
+        if was_done and Flaw.DONE_ROW_RUNS not in self.flaws:
+            return []
+        return self._accept(slot, nodes)
+
+    def _verify(self, slot: Slot) -> list[tuple[int, int]]:
+        """Target token and hidden state of each window token.
+
+        All window entries are written before anything that a ring may have lost is read: the
+        order least kind to a ring that is too short.
+        """
+        q = slot.seq_len
+        states, entries = [self._state_at(slot, q)], []
+        for i, token in enumerate(slot.window):
+            entries.append(state_input(token, states[i]))
+            states.append(fold(states[i], entries[i]))
+        for i, token in enumerate(slot.window):
+            slot.conv_ring[(q + i) % len(slot.conv_ring)] = token
+            slot.ring[(q + i) % len(slot.ring)] = entries[i]
+            self._write(self.kv, slot, q + i, kv_value(token, states[i]))
+        folded_len = max(slot.checkpoint_len, q // self.replay_len * self.replay_len)
+        self.states[slot.state_row] = self._state_at(slot, folded_len)
+        if not slot.is_done or Flaw.DONE_ROW_RUNS in self.flaws:
+            slot.checkpoint_len = folded_len
+        hidden = states[1:]
+        return [(self._target(slot, q + 1 + i, h), h) for i, h in enumerate(hidden)]
+
+    def _accept(self, slot: Slot, nodes: list[tuple[int, int]]) -> list[int]:
+        q, window, emitted, is_end = slot.seq_len, slot.window, [], False
+        for i, (token, _) in enumerate(nodes):
+            emitted.append(token)
+            is_end = self._is_end(slot, token, q + 1 + len(emitted))
+            if is_end or window[i + 1 : i + 2] != [token]:
+                break
+        counted = len(emitted)
+        if is_end and Flaw.STOP_IS_NOT_COUNTED in self.flaws:
+            counted -= 1
+        if is_end and Flaw.COUNTS_PAST_STOP in self.flaws:
+            while counted < self.window and window[counted] == nodes[counted - 1][0]:
+                counted += 1
+        slot.seq_len += counted
+        slot.is_done = is_end
+        slot.history += tuple(emitted)
+        if self.window > 1:
+            for i, token in enumerate(emitted):
+                self._write(self.mtp_kv, slot, q + 1 + i, mtp_value(nodes[i][1], token))
+        self._settle(slot, emitted[-1])
+        return emitted
+
+    def _settle(self, slot: Slot, token: int) -> None:
+        """End a step with its newest token: draft the rest of the window, or freeze."""
+        slot.window[0] = token
+        if slot.is_done:
+            slot.when_done = self._contents(slot)
+            return
+        for i in range(1, self.window - 1):
+            self._write(self.mtp_kv, slot, slot.seq_len + i, DRAFTED)
+        assert slot.request is not None, "a drafting slot has a tenant"
+        tokens = slot.history
+        for i in range(1, self.window):
+            draft = reference_next(slot.request, tokens)
+            if self._random.random() >= self._accept_rate:
+                draft = self._random.randrange(VOCAB_SIZE)
+            slot.window[i] = draft
+            tokens = (*tokens, draft)
+
+    def _contents(self, slot: Slot) -> object:
+        addresses = [self._address(slot, p) for p in range(slot.seq_len)]
+        return (
+            (slot.seq_len, slot.checkpoint_len, self.states[slot.state_row]),
+            (tuple(slot.ring), tuple(slot.conv_ring)),
+            tuple((self.kv[a], self.mtp_kv[a]) for a in addresses),
+        )
+
+    def _check_mtp(self, slot: Slot, prefix: tuple[int, ...]) -> None:
+        for p in range(1, len(prefix)):
+            wanted = mtp_value(reference(prefix[:p])[0], prefix[p])
+            if self.mtp_kv[self._address(slot, p)] != wanted:
+                raise Divergence(f"wrong MTP KV at {p} of {len(prefix)}")
