@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -12,6 +11,9 @@ from gapless.cli.bench import Bench
 from gapless.cli.eval import Eval
 from gapless.cli.generate import Generate
 from gapless.errors import GaplessError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 Command = (
     Annotated[Generate, tyro.conf.subcommand("generate")]
@@ -21,15 +23,19 @@ Command = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
-    command: Generate | Eval | Bench = tyro.cli(
-        Command,  # type: ignore[arg-type]
-        prog="gapless",
-        description="Serve hybrid linear-attention language models.",
-        args=argv,
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
-    )
+    """Run one command and return its exit status: 0, or 2 where the user has to change something.
+
+    Raises:
+        SystemExit: the command line cannot be parsed (2), or help was asked for (0).
+    """
     try:
+        command: Generate | Eval | Bench = tyro.cli(
+            Command,
+            prog="gapless",
+            description="Serve hybrid linear-attention language models.",
+            args=argv,
+            config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+        )
         return command.run()
     except GaplessError as error:
         print(f"gapless: {type(error).__name__}: {error}", file=sys.stderr)

@@ -66,9 +66,7 @@ def resolve(
     replay_len = _choose("linear_replayssm_cache_len", options.linear_replayssm_cache_len, 16)
     page_size = _choose("page_size", options.page_size, 16)
     max_model_len = _max_model_len(options, architecture)
-    ssm_dtype = options.ssm_dtype
-    if ssm_dtype == "auto":
-        ssm_dtype = "float64" if dtype == "float64" else "float32"
+    ssm_dtype = _ssm_dtype(options, architecture, dtype)
     num_pages, max_model_len = _size_pool(
         options,
         architecture,
@@ -181,6 +179,15 @@ def _dtype(options: EngineOptions, checkpoint_dtype: str | None, on_gpu: bool) -
     dtype = checkpoint_dtype if checkpoint_dtype in ("float32", "bfloat16") else "bfloat16"
     logger.info("dtype = %s (the checkpoint says %s)", dtype, checkpoint_dtype)
     return dtype
+
+
+def _ssm_dtype(options: EngineOptions, architecture: Architecture, dtype: str) -> str:
+    if options.ssm_dtype != "auto":
+        return options.ssm_dtype
+    chosen = "float64" if dtype == "float64" else "float32"
+    if architecture.linear_layers:
+        logger.info("ssm_dtype = %s (rounding must not depend on chunking)", chosen)
+    return chosen
 
 
 def _max_model_len(options: EngineOptions, architecture: Architecture) -> int:

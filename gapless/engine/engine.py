@@ -46,7 +46,8 @@ class Engine:
         eos = {*loaded.hf.eos_token_ids}
         if self.tokenizer.eos_id is not None:
             eos.add(self.tokenizer.eos_id)
-        self._eos_ids = tuple(sorted(eos))
+        # a tokenizer may know more tokens than the model has logits
+        self._eos_ids = tuple(sorted(token_id for token_id in eos if token_id < self._vocab_size))
         self.default_params = _default_params(loaded.hf.generation)
         self._seeds = random.Random(options.seed)
         self.scheduler = Scheduler(_limits(self.config))

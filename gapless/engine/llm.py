@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, cast
 
 from tqdm import tqdm
@@ -91,7 +91,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-    ) -> Iterator[Update]:
+    ) -> Generator[Update, None, None]:
         """Continue one prompt, yielding text as it comes; several streams may run side by side.
 
         The request starts at once. Leaving the iteration early aborts it.
@@ -102,7 +102,10 @@ class LLM:
         params = sampling_params or self._engine.default_params
         own_id = request_id if request_id is not None else self._next_id()
         self._submit(own_id, self.encode(prompt), params)
-        return self._follow(own_id, params.n)
+        following = self._follow(own_id, params.n)
+        # a generator that has not begun would not see its end, and leave the request running
+        next(following)
+        return cast("Generator[Update, None, None]", following)
 
     def abort(self, request_id: str) -> None:
         """End a request; its stream gets a last update with finish reason `abort`."""
@@ -169,9 +172,10 @@ class LLM:
             if inbox is not None:
                 inbox.append(update)
 
-    def _follow(self, request_id: str, num_open: int) -> Iterator[Update]:
+    def _follow(self, request_id: str, num_open: int) -> Generator[Update | None, None, None]:
         inbox = self._inboxes[request_id]
         try:
+            yield None
             while num_open:
                 while not inbox:
                     self._deliver(self._engine.step())

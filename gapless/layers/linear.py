@@ -14,7 +14,7 @@ class Linear:
     def __init__(
         self, in_features: int, out_features: int, place: Placement, *, has_bias: bool = False
     ) -> None:
-        self.weight = place.weight(out_features, in_features)
+        self.weight = place.matrix(out_features, in_features)
         self.bias = place.weight(out_features) if has_bias else None
 
     def __call__(self, x: Tensor) -> Tensor:

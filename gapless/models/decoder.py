@@ -98,10 +98,11 @@ class Decoder:
             for layer in spec.layers
         ]
         self._norm = RmsNorm(spec.hidden_size, spec.norm_eps, place, is_zero_centred=is_zero_centred)
+        # a tied head is the embedding, unless its products want the other layout
         self._head = (
             self._embedding
-            if spec.ties_embeddings
-            else place.weight(spec.vocab_size, spec.hidden_size)
+            if spec.ties_embeddings and not place.is_input_major
+            else place.matrix(spec.vocab_size, spec.hidden_size)
         )
         self._rotary = _rotary(architecture, num_positions, place)
 
@@ -128,6 +129,8 @@ class Decoder:
 
     def finalize(self) -> None:
         """Derive what is derived from weights, once, after loading."""
+        if self.architecture.ties_embeddings and self._head is not self._embedding:
+            self._head.copy_(self._embedding)
         for part in (self._norm, *self._layers):
             part.finalize()
 

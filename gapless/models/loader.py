@@ -85,7 +85,7 @@ class _Header(Protocol):
 class _OpenFile(Protocol):
     """The part of `safetensors.safe_open` that is used, which comes without types."""
 
-    def offset_keys(self) -> list[str]: ...
+    def keys(self) -> list[str]: ...
 
     def get_slice(self, name: str) -> _Header: ...
 
@@ -113,7 +113,7 @@ def stored_tensors(files: Sequence[Path]) -> list[StoredTensor]:
     found: list[StoredTensor] = []
     for file in files:
         with _opened(file) as handle:
-            for name in handle.offset_keys():
+            for name in handle.keys():  # noqa: SIM118
                 header = handle.get_slice(name)
                 shape = tuple(header.get_shape())
                 found.append(StoredTensor(name, file, header.get_dtype(), shape))
@@ -274,11 +274,11 @@ def _check_copies(
 
 
 def _copy_file(file: Path, targets: Mapping[str, Tensor]) -> None:
-    """Copy one file's tensors, by stored name, in the order in which they lie in the file."""
+    """Copy one file's tensors, given by stored name."""
     if not targets:
         return
     with _opened(file) as handle, torch.no_grad():
-        for name in handle.offset_keys():
+        for name in handle.keys():  # noqa: SIM118
             if name in targets:
                 # not bound to a name: the tensor is gone before the next one is read
                 targets[name].copy_(handle.get_tensor(name))

@@ -29,10 +29,15 @@ _ALWAYS_SYNCS = frozenset(
         "aten.bincount.default",
         "aten.equal.default",
         "aten.is_nonzero.default",
+        "aten.where.default",
+        "aten.argwhere.default",
     }
 )
-_METHODS = ("item", "tolist", "cpu", "numpy", "__array__", "to", "nonzero", "__bool__", "__int__",
-            "__float__", "__index__")  # fmt: skip
+# these dispatch nothing on CPU tensors
+_METHODS = (
+    "item", "tolist", "cpu", "numpy", "__array__", "to",
+    "__bool__", "__int__", "__float__", "__index__",
+)  # fmt: skip
 
 
 class HiddenSync(InternalError):
@@ -50,9 +55,9 @@ class _Guard(TorchDispatchMode):
         name = str(func)
         if name in _ALWAYS_SYNCS:
             raise HiddenSync(f"{name} waits for the device")
-        if name.startswith("aten.repeat_interleave.") and "self_int" not in name:
-            if (kwargs or {}).get("output_size") is None:
-                raise HiddenSync(f"{name} without output_size waits for the device")
+        by_tensor = name in ("aten.repeat_interleave.Tensor", "aten.repeat_interleave.self_Tensor")
+        if by_tensor and (kwargs or {}).get("output_size") is None:
+            raise HiddenSync(f"{name} without output_size waits for the device")
         if name.startswith(("aten.index.", "aten.index_put", "aten._index_put_impl")):
             for index in args[1]:
                 if index is not None and index.dtype in (torch.bool, torch.uint8):
@@ -62,17 +67,17 @@ class _Guard(TorchDispatchMode):
 
 def _forbidden(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if method == "to" and not _moves(self, args, kwargs):
+        if method == "to" and not _moves(args, kwargs):
             return original(self, *args, **kwargs)
         raise HiddenSync(f"Tensor.{method} waits for the device")
 
     return call
 
 
-def _moves(tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _moves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether `Tensor.to` was asked for a device; a change of type alone is fine."""
-    asked = [*args, kwargs.get("device")]
-    return any(isinstance(a, (str, torch.device, int, Tensor)) and not isinstance(a, bool) for a in asked)
+    places = (str, torch.device, Tensor)
+    return any(isinstance(value, places) for value in (*args, kwargs.get("device")))
 
 
 @contextmanager
@@ -91,7 +96,7 @@ def forbid_syncs() -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(before)
         return
     patches = [
-        mock.patch.object(Tensor, name, _forbidden(name, vars(torch._C.TensorBase).get(name) or getattr(Tensor, name)))
+        mock.patch.object(Tensor, name, _forbidden(name, getattr(Tensor, name)))
         for name in _METHODS
     ]
     for patch in patches:

@@ -17,6 +17,11 @@ class PromptLogprobs:
         # entry i belongs to prompt token i + 1
         self._read: dict[Request, list[float]] = {}
 
+    @property
+    def requests(self) -> set[Request]:
+        """Requests of which something was read and not handed over."""
+        return set(self._read)
+
     def collect(self, plan: StepPlan, result: StepResult) -> None:
         """Keep what a step says of prompts whose first output token is unread.
 

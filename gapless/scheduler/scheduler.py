@@ -208,6 +208,7 @@ class Scheduler:
         assert len(slots) + self._slots.num_free == self._slots.size, "slots were lost"
         assert set(self._requests.values()) == {*self._running, *self._waiting}, "lost requests"
         assert len(self._requests) == len(self._running) + len(self._waiting), "queued twice"
+        assert self._prompt_logprobs.requests <= set(self._requests.values()), "logprobs leak"
         for request in self._running:
             assert request.status in (Status.PREFILL, Status.DECODE), f"{request} runs"
         for request in self._waiting:

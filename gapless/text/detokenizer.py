@@ -15,12 +15,11 @@ if TYPE_CHECKING:
 _REPLACEMENT = "\ufffd"
 # a character has at most 4 bytes, so at most 3 stand unfinished at the end of a decode
 _MAX_UNFINISHED = 3
-# tokens that stay when the window is cut. Two decodes of a byte-level vocabulary that begin at
-# different bytes agree after 3 common bytes, and the last 3 characters must agree: at most 9 bytes
+# the window is cut between whole characters, at boundaries at least this many tokens apart
 _KEEP_TOKENS = 12
-# the window is cut at the first whole character from here on ...
-_CUT_TOKENS = 2 * _KEEP_TOKENS
-# ... or here, where that many tokens have formed none
+# and to its last _KEEP_TOKENS where this many bring no such boundary, which takes malformed bytes.
+# Two decodes of a byte-level vocabulary that begin at different bytes agree after 3 common bytes,
+# and their last 3 characters, of up to 9 bytes, must agree: 12 tokens are enough
 _MAX_TOKENS = 3 * _KEEP_TOKENS
 
 
@@ -53,7 +52,7 @@ class Detokenizer:
         self._stop: str | None = None
         self._window: list[int] = []  # the newest tokens that give text
         self._given = 0  # characters of the window's text that the matcher has had
-        self._clean_start = 0  # an early boundary in the window that splits no character
+        self._boundary = 0  # index in the window where it will be cut next
 
     def push(self, token_id: int) -> TextUpdate:
         """Add one token and return the text that became final.
@@ -106,13 +105,14 @@ class Detokenizer:
 
     def _bound_window(self, num_unfinished: int) -> None:
         num_tokens = len(self._window)
-        if num_unfinished == 0 and num_tokens <= _KEEP_TOKENS:
-            self._clean_start = num_tokens
-        if num_tokens == _MAX_TOKENS or (num_unfinished == 0 and num_tokens >= _CUT_TOKENS):
-            # without a clean boundary the bytes are malformed, and any boundary will do
-            self._window = self._window[self._clean_start or _KEEP_TOKENS :]
+        if num_unfinished == 0 and num_tokens - self._boundary >= _KEEP_TOKENS:
+            self._window = self._window[self._boundary :]
+            self._boundary = len(self._window)
+        elif num_tokens == _MAX_TOKENS:
+            self._window = self._window[-_KEEP_TOKENS:]
+            self._boundary = 0
+        if len(self._window) < num_tokens:
             self._given = len(self._window_text()) - num_unfinished
-            self._clean_start = 0
 
     def _window_text(self) -> str:
         return self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special_tokens)

@@ -35,9 +35,8 @@ def write(directory: Path, config: Any, generation: Any = None) -> Path:
     return directory
 
 
-def read(directory: Path, *, without: tuple[str, ...] = (), **changes: Any) -> HfConfig:
-    config = {key: value for key, value in (BASE | changes).items() if key not in without}
-    return read_hf_config(write(directory, config))
+def read(directory: Path, **changes: Any) -> HfConfig:
+    return read_hf_config(write(directory, BASE | changes))
 
 
 def test_the_reader_imports_no_torch() -> None:
@@ -239,6 +238,10 @@ ROPE_STYLES: dict[str, dict[str, Any]] = {
         "rope_theta": 7.0,
         "partial_rotary_factor": 1.0,
         "rope_scaling": None,
+        "rope_parameters": V5_BLOCK,
+    },
+    "both blocks, v5 wins": {
+        "rope_scaling": {"rope_theta": 7.0, "partial_rotary_factor": 1.0},
         "rope_parameters": V5_BLOCK,
     },
     "both, v5 null": {

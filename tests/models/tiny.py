@@ -156,14 +156,14 @@ def hub_style(
     }
     target.mkdir(parents=True, exist_ok=True)
     text = json.loads((source / "config.json").read_text())
-    (architecture,), ties = text.pop("architectures"), text.pop("tie_word_embeddings")
+    (architecture,) = text.pop("architectures")
     if has_mtp:
         text |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
     wrapper = {
         "architectures": [architecture.replace("CausalLM", "ConditionalGeneration")],
         "model_type": "qwen3_5",
         "image_token_id": 250,
-        "tie_word_embeddings": ties,
+        "tie_word_embeddings": text["tie_word_embeddings"],
         "text_config": text,
         "vision_config": {"model_type": "qwen3_5_vision", "depth": 2, "hidden_size": 8},
     }

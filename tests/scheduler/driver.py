@@ -191,13 +191,13 @@ class Driver:
         limits, limit_len = self.limits, request.limit_len
         most_tokens = limit_len - 1 + limits.max_window - 1
         return (
-            not len(request.prompt_ids) < limit_len <= limits.max_model_len
+            not 0 < len(request.prompt_ids) < limit_len <= limits.max_model_len
             or most_tokens > limits.num_pages * limits.page_size
         )
 
 
 def _slots_of(plan: StepPlan) -> set[int]:
-    return {part.slot for part in (*plan.prefill, *plan.decode)}
+    return {s.slot for s in plan.prefill} | {row.slot for row in plan.decode}
 
 
 def random_sizes(rng: random.Random, window: int, flaws: frozenset[Flaw]) -> Sizes:

@@ -240,7 +240,7 @@ class HashDevice:
         return page * self.page_size + position % self.page_size
 
     def _write(self, kv: list[int], slot: Slot, position: int, value: int) -> None:
-        """Write KV that the design reserves pages for; the null slot alone may hit the null page."""
+        """Write KV that the design reserves; only the null slot may hit the null page."""
         address = self._address(slot, position)
         if address >= self.null_page * self.page_size:
             if slot is not self.slots[self.null_slot]:

@@ -196,6 +196,24 @@ def test_min_tokens_boundary(tokenizer: Tokenizer) -> None:
     assert texts == {0: "a", 1: "a", 2: "a", 3: "aXb", 4: "aXb", 5: "aXbXc"}
 
 
+def test_match_completed_too_early_is_sent_at_once(tokenizer: Tokenizer) -> None:
+    pieces, hit = run(detokenizer(tokenizer, stop=("XY",), min_tokens=4), byte_ids(b"XYab"))
+    assert (pieces, hit) == (["", "XY", "a", "b", ""], None)
+
+
+def test_match_completed_too_early_does_not_count_while_held(tokenizer: Tokenizer) -> None:
+    # "abc" is held for "abcd" when "bc" begins to count
+    detok = detokenizer(tokenizer, stop=("bc", "abcd"), min_tokens=4)
+    pieces, hit = run(detok, byte_ids(b"abcxbc"))
+    assert ("".join(pieces), hit) == ("abcx", "bc")
+
+
+def test_tokens_without_text_may_stand_inside_a_character(tokenizer: Tokenizer) -> None:
+    first, *rest = byte_ids("€".encode())
+    for silent in [4082, VOCAB_SIZE + 7]:
+        assert run(detokenizer(tokenizer), [first, *[silent] * 99, *rest])[0][-2:] == ["€", ""]
+
+
 def test_special_tokens_count_and_may_be_stops(tokenizer: Tokenizer) -> None:
     ids = [4082, *byte_ids(b"ab"), 4082]
     kept = run(detokenizer(tokenizer, skip=False), ids)[0]
@@ -244,6 +262,7 @@ def test_cost_of_a_token_is_bounded(data: bytes) -> None:
 @given(text=st.lists(st.sampled_from(["hi ", "a", "é", "🙂", "€", " "]), max_size=40).map("".join))
 @example(text="🙂" * 30)
 @example(text=" a hi  a")
+@example(text="hi hi 🙂hi 🙂hi hi ahi 🙂é🙂🙂é")
 def test_byte_fallback_vocabulary(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     tokenizer = byte_fallback_tokenizer(tmp_path_factory.getbasetemp() / "byte_fallback")
     ids = tokenizer.encode(text, add_special_tokens=False)

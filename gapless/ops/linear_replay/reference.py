@@ -283,7 +283,9 @@ def _solve(
     if right.shape[2] == 1:
         return right
     # neither the diagonal nor what lies above it is read
-    return torch.linalg.solve_triangular(beta * pair, right, upper=False, unitriangular=True)
+    system = beta * pair
+    d: Tensor = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    return d
 
 
 def _output(carried: Tensor, pair: Tensor, d: Tensor) -> Tensor:  # [B, HV, W, V]

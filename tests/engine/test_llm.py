@@ -1,0 +1,211 @@
+"""The offline interface on the bundled model: stopping, streaming, aborting, prompts of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gapless import LLM, InvalidRequest, SamplingParams
+from gapless.core.request import FinishReason
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=60)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    llm = LLM(max_running_requests=4, max_model_len=256)
+    yield llm
+    # whatever a test did, nothing is left behind
+    assert not llm.engine.has_work
+    llm.engine.scheduler.check_conserved()
+    assert llm.engine.scheduler.num_running == llm.engine.scheduler.num_waiting == 0
+
+
+def _greedy(**changes: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 60, **changes})
+
+
+def test_answers(llm: LLM) -> None:
+    result = llm.generate(QUESTION)
+    assert "Paris" in result.text
+    assert result.finish_reason is FinishReason.STOP
+    assert result.completions[0].stop_reason == result.token_ids[-1] == 4082
+    assert result.usage.prompt_tokens == len(result.prompt_token_ids)
+    assert result.usage.completion_tokens == len(result.token_ids)
+    assert result.usage.total_tokens == len(result.prompt_token_ids) + len(result.token_ids)
+
+
+def test_kinds_of_prompts_mean_the_same(llm: LLM) -> None:
+    ids = llm.encode(QUESTION)
+    text = llm.engine.chat_template.render(QUESTION)
+    results = llm.generate([QUESTION, ids, text], GREEDY)
+    assert len({result.token_ids for result in results}) == 1
+    assert llm.generate([]) == []
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7])
+def test_max_tokens_is_exact(llm: LLM, limit: int) -> None:
+    result = llm.generate(QUESTION, _greedy(max_tokens=limit, ignore_eos=True))
+    assert len(result.token_ids) == limit
+    assert result.finish_reason is FinishReason.LENGTH
+
+
+def test_context_limit_ends_generation(llm: LLM) -> None:
+    prompt = list(range(100, 350))
+    result = llm.generate(prompt, _greedy(max_tokens=None, ignore_eos=True))
+    assert len(result.token_ids) == 6
+    assert result.finish_reason is FinishReason.LENGTH
+
+
+def test_ignore_eos_and_min_tokens(llm: LLM) -> None:
+    plain = llm.generate(QUESTION, GREEDY).token_ids
+    beyond = llm.generate(QUESTION, _greedy(ignore_eos=True)).token_ids
+    assert beyond[: len(plain)] == plain
+    assert len(beyond) == 60
+    longer = llm.generate(QUESTION, _greedy(min_tokens=len(plain) + 3)).token_ids
+    assert len(longer) >= len(plain) + 3
+    assert 4082 not in longer[: len(plain) + 2]
+
+
+def test_stop_token_id_is_kept_in_the_ids_and_not_in_the_text(llm: LLM) -> None:
+    plain = llm.generate(QUESTION, GREEDY)
+    stop = plain.token_ids[3]
+    result = llm.generate(QUESTION, _greedy(stop_token_ids=(stop,)))
+    assert result.token_ids == plain.token_ids[: plain.token_ids.index(stop) + 1]
+    assert result.completions[0].stop_reason == stop
+    kept = llm.engine.tokenizer.decode(result.token_ids[:-1], skip_special_tokens=True)
+    assert result.text == kept
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_stop_string_cuts_text_and_ids_together(llm: LLM, length: int) -> None:
+    plain = llm.generate(QUESTION, GREEDY)
+    stop = plain.text[4 : 4 + length]
+    result = llm.generate(QUESTION, _greedy(stop=("\x00", stop)))
+    assert result.text == plain.text[: plain.text.index(stop)]
+    assert result.completions[0].stop_reason == stop
+    assert result.finish_reason is FinishReason.STOP
+    # the ids end with the token that completed the stop string, and usage agrees
+    assert plain.token_ids[: len(result.token_ids)] == result.token_ids
+    decoded = llm.engine.tokenizer.decode(result.token_ids, skip_special_tokens=True)
+    assert stop in decoded
+    assert stop not in llm.engine.tokenizer.decode(result.token_ids[:-1], skip_special_tokens=True)
+    assert result.usage.completion_tokens == len(result.token_ids)
+
+
+def test_stop_string_on_the_last_token_wins_over_the_limit(llm: LLM) -> None:
+    plain = llm.generate(QUESTION, GREEDY)
+    first = llm.engine.tokenizer.decode(plain.token_ids[:1], skip_special_tokens=True)
+    result = llm.generate(QUESTION, _greedy(stop=(first,), max_tokens=1))
+    assert result.finish_reason is FinishReason.STOP
+    assert result.text == ""
+
+
+def test_n_completions_share_a_prompt(llm: LLM) -> None:
+    result = llm.generate(QUESTION, SamplingParams(temperature=5.0, seed=1, n=3, max_tokens=12))
+    assert [c.index for c in result.completions] == [0, 1, 2]
+    assert len({c.token_ids for c in result.completions}) == 3
+    assert result.usage.completion_tokens == sum(len(c.token_ids) for c in result.completions)
+
+
+def test_streams_side_by_side_join_to_the_whole(llm: LLM) -> None:
+    prompts = [QUESTION, "Mia has 4 apples", [{"role": "user", "content": "What is 2 + 3?"}]]
+    whole = llm.generate(prompts, GREEDY)
+    streams = [llm.stream(prompt, GREEDY) for prompt in prompts]
+    updates: list[list[Any]] = [[], [], []]
+    open_streams = dict(enumerate(streams))
+    while open_streams:
+        for i, stream in list(open_streams.items()):
+            update = next(stream, None)
+            if update is None:
+                del open_streams[i]
+            else:
+                updates[i].append(update)
+    for result, own in zip(whole, updates, strict=True):
+        assert "".join(u.text for u in own) == result.text
+        assert tuple(t for u in own for t in u.token_ids) == result.token_ids
+        assert [u.finish_reason for u in own if u.finish_reason] == [result.finish_reason]
+
+
+def test_abort_ends_a_stream_once(llm: LLM) -> None:
+    stream = llm.stream(QUESTION, _greedy(ignore_eos=True), request_id="mine")
+    first = [next(stream) for _ in range(3)]
+    llm.abort("mine")
+    llm.abort("mine")
+    rest = list(stream)
+    assert rest[-1].finish_reason is FinishReason.ABORT
+    assert [u.finish_reason for u in first + rest].count(None) == len(first + rest) - 1
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_leaving_a_stream_aborts_it(llm: LLM, taken: int) -> None:
+    stream = llm.stream(QUESTION, _greedy(ignore_eos=True))
+    for _ in range(taken):
+        next(stream)
+    stream.close()
+    assert llm.engine.scheduler.num_running + llm.engine.scheduler.num_waiting == 0
+    llm.generate(QUESTION, _greedy(max_tokens=2))
+
+
+def test_request_id_in_use_is_refused(llm: LLM) -> None:
+    stream = llm.stream(QUESTION, GREEDY, request_id="twice")
+    with pytest.raises(InvalidRequest, match="'twice' is in use"):
+        llm.stream(QUESTION, GREEDY, request_id="twice")
+    assert "Paris" in "".join(update.text for update in stream)
+
+
+def test_score_agrees_with_itself_in_chunks(llm: LLM) -> None:
+    text = "The quick brown fox jumps over the lazy dog, and then it does so again."
+    ids = llm.encode(text)
+    (whole,) = llm.score([text])
+    assert len(whole) == len(ids) - 1
+    assert all(value < 0 for value in whole)
+    chunked = LLM(max_running_requests=2, max_model_len=256, chunked_prefill_size=5)
+    batch = chunked.score([text, "Something else", text])
+    assert batch[0] == pytest.approx(whole, abs=1e-4)
+    assert batch[2] == pytest.approx(whole, abs=1e-4)
+    assert len(batch[1]) == len(llm.encode("Something else")) - 1
+
+
+def test_one_sampling_params_per_prompt(llm: LLM) -> None:
+    short, long = _greedy(max_tokens=2), _greedy(max_tokens=5)
+    results = llm.generate([QUESTION, QUESTION], [short, long])
+    assert [len(r.token_ids) for r in results] == [2, 5]
+    with pytest.raises(InvalidRequest, match="1 sampling_params for 2 prompts"):
+        llm.generate([QUESTION, QUESTION], [short])
+
+
+BAD_PROMPTS = [
+    ("", "no tokens"),
+    ([], "no tokens"),
+    ([5, 4096], "token id 4096; want 0 to 4095"),
+    ([5, -1], "token id -1; want 0 to 4095"),
+    ([5, True], "holds True"),
+    ([5, "x"], "holds 'x'"),
+    (list(range(256)), "256 tokens and the context holds 256"),
+    ([{"content": "no role"}], "role"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS)
+def test_bad_prompt_is_refused_and_the_engine_serves_on(
+    llm: LLM, prompt: Any, message: str
+) -> None:
+    running = llm.stream(QUESTION, GREEDY)
+    first = next(running)
+    with pytest.raises(InvalidRequest if "context" not in message else Exception, match=message):
+        llm.generate([QUESTION, prompt], GREEDY)
+    with pytest.raises(Exception, match=message):
+        llm.stream(prompt, GREEDY)
+    assert "Paris" in first.text + "".join(update.text for update in running)
+
+
+def test_stop_ids_outside_the_vocabulary_or_too_many(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="stop_token_ids holds token id 4096"):
+        llm.generate(QUESTION, _greedy(stop_token_ids=(4096,)))
+    with pytest.raises(InvalidRequest, match="9 stop ids with the model's own"):
+        llm.generate(QUESTION, _greedy(stop_token_ids=tuple(range(7))))
+    llm.generate(QUESTION, _greedy(stop_token_ids=tuple(range(7)), ignore_eos=True, max_tokens=2))

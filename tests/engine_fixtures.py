@@ -1,0 +1,36 @@
+"""Tiny checkpoints with a tokenizer, and engines over them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gapless import LLM
+from gapless.assets import demo_checkpoint
+from tests.models import tiny
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A scaled tiny Qwen3.5 with the bundled model's tokenizer."""
+    directory = tmp_path_factory.mktemp("tiny")
+    _, model = tiny.build("qwen3_5", scaled=True, seed=tiny.VETTED_SEED)
+    tiny.save(model, directory)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(demo_checkpoint() / name, directory / name)
+    return directory
+
+
+@pytest.fixture
+def make_llm(tiny_checkpoint: Path) -> Callable[..., LLM]:
+    """Make small float64 engines: any difference between two of them is a bug."""
+
+    def make(**options: Any) -> LLM:
+        defaults = {"dtype": "float64", "max_running_requests": 8, "max_model_len": 200}
+        return LLM(str(tiny_checkpoint), **{**defaults, **options})
+
+    return make

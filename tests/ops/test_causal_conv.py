@@ -1,0 +1,69 @@
+"""Causal convolution against a plain loop over tokens and taps."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+
+from gapless.ops.causal_conv import causal_conv
+
+NUM_ROWS, CHANNELS, WIDTH, TOKENS = 13, 7, 4, 9
+ZERO_ROW = NUM_ROWS - 1
+
+
+def make_source(taps: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return rows that are NaN wherever no tap points, and a zero row."""
+    source = torch.full((NUM_ROWS, CHANNELS), float("nan"), dtype=dtype)
+    used = taps.unique()
+    source[used] = torch.randn(len(used), CHANNELS, dtype=torch.float64).to(dtype)
+    source[ZERO_ROW] = 0
+    return source
+
+
+def naive(
+    source: torch.Tensor, taps: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> np.ndarray:
+    """Sum taps one number at a time, in float64."""
+    out = np.zeros((taps.shape[1], source.shape[1]))
+    for t in range(taps.shape[1]):
+        for c in range(source.shape[1]):
+            out[t, c] = 0 if bias is None else float(bias[c])
+            for w in range(len(taps)):
+                out[t, c] += float(source[taps[w, t], c]) * float(weight[c, w])
+    return out
+
+
+@pytest.mark.parametrize("activation", ["silu", "none"])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2**-8)]
+)
+def test_agrees_with_loop(
+    dtype: torch.dtype, rtol: float, has_bias: bool, activation: Literal["silu", "none"]
+) -> None:
+    # row 11 is in use by nobody and stays NaN
+    taps = torch.randint(0, NUM_ROWS - 2, (WIDTH, TOKENS))
+    taps[0, 0] = taps[1, 0] = ZERO_ROW
+    source = make_source(taps, dtype)
+    weight = torch.randn(CHANNELS, WIDTH, dtype=torch.float64).to(dtype)
+    bias = torch.randn(CHANNELS, dtype=torch.float64).to(dtype) if has_bias else None
+    out = causal_conv(source, taps, weight, bias, activation=activation)
+    wanted = naive(source, taps, weight, bias)
+    if activation == "silu":
+        wanted = wanted / (1 + np.exp(-wanted))
+    assert out.dtype is dtype
+    np.testing.assert_allclose(out.double().numpy(), wanted, rtol=rtol, atol=rtol / 10)
+
+
+def test_equals_conv1d_on_a_sequence() -> None:
+    x = torch.randn(TOKENS, CHANNELS, dtype=torch.float64)
+    weight = torch.randn(CHANNELS, WIDTH, dtype=torch.float64)
+    source = torch.cat([x, torch.zeros(1, CHANNELS, dtype=torch.float64)])
+    positions = torch.arange(TOKENS) - torch.arange(WIDTH - 1, -1, -1)[:, None]
+    taps = torch.where(positions < 0, TOKENS, positions)
+    padded = torch.nn.functional.pad(x.t()[None], (WIDTH - 1, 0))
+    wanted = torch.nn.functional.conv1d(padded, weight[:, None], groups=CHANNELS)[0].t()
+    torch.testing.assert_close(causal_conv(source, taps, weight, None, activation="none"), wanted)

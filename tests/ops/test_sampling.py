@@ -1,0 +1,205 @@
+"""Philox against published vectors, noise and sampling against their exact distributions."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+
+from gapless.ops.sampling import SamplingRows, gumbel_noise, sample
+from gapless.ops.sampling.philox import philox
+
+ONES = 0xFFFFFFFF
+NUM_STOP_IDS = 8
+
+
+def make_rows(num_rows: int, **values: float) -> SamplingRows:
+    """Return rows without filters at temperature 1, with seeds of their own."""
+    rows = SamplingRows(
+        temperature=torch.ones(num_rows),
+        top_k=torch.zeros(num_rows, dtype=torch.int64),
+        top_p=torch.ones(num_rows),
+        min_p=torch.zeros(num_rows),
+        seeds=torch.arange(num_rows) * 0x9E3779B97F4A7C1 - 12345,
+        min_len=torch.zeros(num_rows, dtype=torch.int64),
+        stop_ids=torch.full((num_rows, NUM_STOP_IDS), -1),
+    )
+    changed = {name: torch.full_like(getattr(rows, name), x) for name, x in values.items()}
+    return replace(rows, **changed)
+
+
+def take(rows: SamplingRows, index: list[int]) -> SamplingRows:
+    """Return some of the rows."""
+    return SamplingRows(**{field.name: getattr(rows, field.name)[index] for field in fields(rows)})
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "wanted"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((ONES,) * 4, (ONES,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_gives_the_published_words(
+    counter: tuple[int, ...], key: tuple[int, ...], wanted: tuple[int, ...]
+) -> None:
+    c0, c1, c2, c3 = (torch.tensor([word]) for word in counter)
+    k0, k1 = (torch.tensor([word]) for word in key)
+    words = philox((c0, c1, c2, c3), (k0, k1))
+    assert tuple(int(word) for word in words) == wanted
+
+
+def test_noise_is_a_function_of_seed_position_and_id() -> None:
+    seeds, positions = torch.tensor([5, -(2**62), 5, 5 + (1 << 32)]), torch.tensor([9, 9, 10, 9])
+    noise = gumbel_noise(seeds, positions, 11)
+    assert noise.dtype is torch.float32
+    assert noise.shape == (4, 11)
+    assert torch.isfinite(noise).all()
+    # a longer vocabulary and another batch leave every value where it is
+    assert torch.equal(gumbel_noise(seeds[[1]], positions[[1]], 31)[:, :11], noise[1:2])
+    assert len(noise.flatten().unique()) == noise.numel()
+
+
+def test_noise_takes_word_and_counter_of_its_id() -> None:
+    seed, position = 0x0123456789ABCDEF, 77
+    noise = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), 10)[0]
+    for token_id in (0, 3, 4, 9):
+        counter = [torch.tensor([x]) for x in (token_id // 4, position, 0, 0)]
+        key = torch.tensor([seed & ONES]), torch.tensor([seed >> 32])
+        word = int(philox((counter[0], counter[1], counter[2], counter[3]), key)[token_id % 4])
+        wanted = -np.log(-np.log1p(-(word + 0.5) * 2.0**-32))
+        np.testing.assert_allclose(float(noise[token_id]), wanted, rtol=1e-5)
+
+
+def test_noise_has_the_gumbel_distribution() -> None:
+    noise = (
+        gumbel_noise(torch.arange(200), torch.arange(200), 1000).double().flatten().sort().values
+    )
+    empirical = (torch.arange(len(noise)) + 0.5) / len(noise)
+    distance = (torch.exp(-torch.exp(-noise)) - empirical).abs().max()
+    # Kolmogorov-Smirnov: 1.95 / sqrt(n) is exceeded once in a thousand
+    assert distance < 1.95 / len(noise) ** 0.5
+
+
+def exact(logits: np.ndarray, **options: float) -> np.ndarray:
+    """Filter and normalise one row plainly: sort, cut, extend to ties."""
+    z = logits / options.get("temperature", 1.0)
+    top_k = int(options.get("top_k", 0))
+    if 0 < top_k < len(z):
+        z = np.where(z >= np.sort(z)[-top_k], z, -np.inf)
+    p = np.exp(z - z.max())
+    p /= p.sum()
+    total, least = 0.0, 0.0
+    for share in np.sort(p)[::-1]:
+        least = share
+        total += share
+        if total >= options.get("top_p", 1.0):
+            break
+    p = np.where(p >= max(least, options.get("min_p", 0.0) * p.max()), p, 0)
+    kept: np.ndarray = p / p.sum()
+    return kept
+
+
+FILTERS: list[dict[str, float]] = [
+    {},
+    {"temperature": 0.5},
+    {"top_k": 3},
+    {"top_p": 0.8},
+    {"min_p": 0.3},
+    {"temperature": 1.7, "top_k": 6, "top_p": 0.9, "min_p": 0.1},
+]
+
+
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+def test_samples_have_the_exact_distribution(options: dict[str, float]) -> None:
+    num_draws = 20_000
+    logits = torch.tensor([0.3, 1.0, -1.0, 1.0, 0.2, -0.4, 2.0, 0.9, -2.0])
+    wanted = exact(logits.double().numpy(), **options)
+    rows = make_rows(num_draws, **options)
+    ids = sample(logits.expand(num_draws, -1), torch.arange(num_draws) % 50, rows, all_greedy=False)
+    counts = np.bincount(ids.numpy(), minlength=len(wanted))
+    kept = wanted > 0
+    assert counts[~kept].sum() == 0
+    chi_square = ((counts - num_draws * wanted)[kept] ** 2 / (num_draws * wanted[kept])).sum()
+    # eight degrees of freedom or fewer: 26.1 is exceeded once in a thousand
+    assert chi_square < 26.1
+
+
+@pytest.mark.parametrize("options", FILTERS[2:], ids=str)
+def test_filters_keep_what_the_naive_ones_keep(options: dict[str, float]) -> None:
+    # values on a coarse grid: many ties, at thresholds too
+    logits = (torch.randn(40, 23, dtype=torch.float64) * 4).round() / 2
+    seen = torch.zeros(40, 23, dtype=torch.bool)
+    rows = make_rows(40, **options)
+    # a token with a share of 0.05 stays away from 250 draws three times in a million
+    for position in range(250):
+        ids = sample(logits, torch.full((40,), position), rows, all_greedy=False)
+        seen[torch.arange(40), ids] = True
+    for row in range(40):
+        wanted = exact(logits[row].numpy(), **options)
+        assert not seen[row][torch.from_numpy(wanted == 0)].any()
+        assert seen[row][torch.from_numpy(wanted > 0.05)].all()
+
+
+def test_ties_at_a_threshold_are_all_kept() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0]]).expand(300, -1)
+    for options in ({"top_k": 2.0}, {"top_p": 0.4}, {"min_p": 1.0}):
+        ids = sample(logits, torch.arange(300), make_rows(300, **options), all_greedy=False)
+        assert set(ids.tolist()) == {1, 2, 4}
+
+
+def test_row_does_not_depend_on_the_batch() -> None:
+    logits = torch.randn(6, 101)
+    positions = torch.arange(6) + 30
+    rows = replace(
+        make_rows(6, top_k=20, top_p=0.9),
+        temperature=torch.tensor([1.0, 0.0, 0.7, 2.0, 1.0, 0.0]),
+        min_p=torch.tensor([0.0, 0.1, 0.0, 0.2, 0.05, 0.0]),
+    )
+    together = sample(logits, positions, rows, all_greedy=False)
+    for index in ([0], [4, 2], [5, 4, 3, 2, 1, 0]):
+        part = sample(logits[index], positions[index], take(rows, index), all_greedy=False)
+        assert torch.equal(part, together[index])
+    poisoned = logits.clone()
+    poisoned[3] = float("nan")
+    kept = [0, 1, 2, 4, 5]
+    after = sample(poisoned, positions, rows, all_greedy=False)
+    assert torch.equal(after[kept], together[kept])
+
+
+@pytest.mark.parametrize("all_greedy", [True, False])
+@pytest.mark.parametrize("vocab_size", [7, 5001])
+def test_greedy_ties_go_to_the_lowest_id(vocab_size: int, all_greedy: bool) -> None:
+    logits = torch.randn(30, vocab_size)
+    ties = torch.stack([torch.randperm(vocab_size)[:3] for _ in range(30)])
+    logits.scatter_(1, ties, 9.0)
+    rows = make_rows(30, temperature=0.0)
+    ids = sample(logits, torch.arange(30), rows, all_greedy=all_greedy)
+    assert torch.equal(ids, ties.min(1).values)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_stop_ids_are_masked_below_the_minimum_length(temperature: float) -> None:
+    logits = torch.tensor([[0.0, 50.0, 1.0, 40.0, 20.0]]).expand(3, -1)
+    rows = replace(
+        make_rows(3, temperature=temperature, min_len=10),
+        stop_ids=torch.tensor([[1, 3] + [-1] * 6] * 3),
+    )
+    ids = sample(logits, torch.tensor([9, 10, 3]), rows, all_greedy=temperature == 0)
+    assert ids.tolist() == [4, 1, 4]
+
+
+def test_unused_stop_ids_touch_no_logit() -> None:
+    # the last id is what -1 would hit, the first what a clamped -1 would
+    logits = torch.tensor([[0.0, 0.0, 9.0], [9.0, 0.0, 0.0]])
+    before = logits.clone()
+    rows = make_rows(2, temperature=0.0, min_len=100)
+    assert sample(logits, torch.tensor([1, 1]), rows, all_greedy=True).tolist() == [2, 0]
+    assert torch.equal(logits, before)
