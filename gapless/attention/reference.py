@@ -17,7 +17,9 @@ class _Window:
 
     def run(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
         rows, window, _ = self.mask.shape
-        out = window_attention(q.view(rows, window, *q.shape[1:]), kv, self.kv_read, self.mask, scale)
+        out = window_attention(
+            q.view(rows, window, *q.shape[1:]), kv, self.kv_read, self.mask, scale
+        )
         return out.view(q.shape)
 
 

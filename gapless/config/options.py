@@ -56,6 +56,8 @@ class EngineOptions:
         for key in values:
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
+                hint = (
+                    f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
+                )
                 raise ConfigError(f"unknown option {key!r}; {hint}")
         return cls(**values)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from gapless.config.options import EngineOptions
 from gapless.core.architecture import DTYPE_BYTES, Architecture
 from gapless.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,10 @@ class Config:
 
 
 def resolve(
-    options: EngineOptions, architecture: Architecture, checkpoint_dtype: str | None, device: DeviceInfo
+    options: EngineOptions,
+    architecture: Architecture,
+    checkpoint_dtype: str | None,
+    device: DeviceInfo,
 ) -> Config:
     """Decide every setting.
 
@@ -61,8 +66,10 @@ def resolve(
     _check_ranges(options)
     _check_effective(options, architecture, device)
     on_gpu = device.kind == "cuda"
-    dtype = _dtype(options, checkpoint_dtype, on_gpu)
-    max_running = _choose("max_running_requests", options.max_running_requests, 256 if on_gpu else 64)
+    dtype = _dtype(options, checkpoint_dtype, on_gpu=on_gpu)
+    max_running = _choose(
+        "max_running_requests", options.max_running_requests, 256 if on_gpu else 64
+    )
     replay_len = _choose("linear_replayssm_cache_len", options.linear_replayssm_cache_len, 16)
     page_size = _choose("page_size", options.page_size, 16)
     max_model_len = _max_model_len(options, architecture)
@@ -125,7 +132,9 @@ def _check_ranges(options: EngineOptions) -> None:
         "num_threads",
     ):
         value = _field(options, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ):
             raise ConfigError(f"{name}={value!r}: want an integer of at least 1")
     if options.max_model_len == 1:
         raise ConfigError("max_model_len=1: want at least 2, one token of prompt and one of output")
@@ -145,13 +154,15 @@ def _field(options: EngineOptions, name: str) -> Any:
     return vars(options)[name]
 
 
-def _check_effective(options: EngineOptions, architecture: Architecture, device: DeviceInfo) -> None:
+def _check_effective(
+    options: EngineOptions, architecture: Architecture, device: DeviceInfo
+) -> None:
     if not architecture.linear_layers:
         for name, default in (("ssm_dtype", "auto"), ("linear_replayssm_cache_len", None)):
             if _field(options, name) != default:
                 raise ConfigError(
-                    f"{name}={_field(options, name)!r} has no effect: {architecture.model_type} has "
-                    "no linear-attention layer; leave it out"
+                    f"{name}={_field(options, name)!r} has no effect: "
+                    f"{architecture.model_type} has no linear-attention layer; leave it out"
                 )
     if not architecture.attention_layers and options.page_size is not None:
         raise ConfigError(
@@ -168,10 +179,12 @@ def _check_effective(options: EngineOptions, architecture: Architecture, device:
         )
 
 
-def _dtype(options: EngineOptions, checkpoint_dtype: str | None, on_gpu: bool) -> str:  # noqa: FBT001
+def _dtype(options: EngineOptions, checkpoint_dtype: str | None, *, on_gpu: bool) -> str:
     if options.dtype != "auto":
         if on_gpu and options.dtype == "float64":
-            raise ConfigError("dtype=float64 is for the CPU reference path; use float32 or bfloat16")
+            raise ConfigError(
+                "dtype=float64 is for the CPU reference path; use float32 or bfloat16"
+            )
         return options.dtype
     if not on_gpu:
         logger.info("dtype = float32 (the CPU's fastest type)")
@@ -193,7 +206,9 @@ def _ssm_dtype(options: EngineOptions, architecture: Architecture, dtype: str) -
 def _max_model_len(options: EngineOptions, architecture: Architecture) -> int:
     asked = options.max_model_len
     if asked is None:
-        logger.info("max_model_len = %d (what the model was trained for)", architecture.max_position)
+        logger.info(
+            "max_model_len = %d (what the model was trained for)", architecture.max_position
+        )
         return architecture.max_position
     if asked > architecture.max_position:
         raise ConfigError(
@@ -203,7 +218,7 @@ def _max_model_len(options: EngineOptions, architecture: Architecture) -> int:
     return asked
 
 
-def _size_pool(  # noqa: PLR0913
+def _size_pool(
     options: EngineOptions,
     architecture: Architecture,
     *,
@@ -222,13 +237,15 @@ def _size_pool(  # noqa: PLR0913
     budget = int(device.free_bytes * fraction) - fixed_bytes
     page_bytes = page_size * architecture.kv_bytes_per_token(dtype)
     useful = max_running * -(-max_model_len // page_size)
-    affordable = budget // page_bytes if page_bytes and budget > 0 else (useful if budget > 0 else 0)
+    affordable = (
+        budget // page_bytes if page_bytes and budget > 0 else (useful if budget > 0 else 0)
+    )
     num_pages = min(useful, affordable)
     if num_pages * page_size >= max_model_len:
         reason = "all requests at full length" if num_pages == useful else "what the memory holds"
         logger.info("num_pages = %d of %d tokens (%s)", num_pages, page_size, reason)
         return num_pages, max_model_len
-    if options.max_model_len is None and num_pages * page_size >= 2:  # noqa: PLR2004
+    if options.max_model_len is None and num_pages * page_size >= 2:
         logger.warning(
             "max_model_len = %d instead of %d: the memory holds %d pages of %d tokens",
             num_pages * page_size, max_model_len, num_pages, page_size,

@@ -131,7 +131,9 @@ class Architecture:
         """Weights that decoding uses; the MTP layers are not counted."""
         d = self.hidden_size
         embeddings = self.vocab_size * d * (1 if self.ties_embeddings else 2)
-        layers = sum(s.mixer.num_parameters(d) + s.mlp.num_parameters(d) + 2 * d for s in self.layers)
+        layers = sum(
+            s.mixer.num_parameters(d) + s.mlp.num_parameters(d) + 2 * d for s in self.layers
+        )
         return embeddings + layers + d
 
     def kv_bytes_per_token(self, dtype: str) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from gapless.core.request import FinishReason
+if TYPE_CHECKING:
+    from gapless.core.request import FinishReason
 
 
 @dataclass(frozen=True)

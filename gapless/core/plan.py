@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gapless.core.request import FinishReason, Request
-
 if TYPE_CHECKING:
     import numpy as np
+
+    from gapless.core.request import FinishReason, Request
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Delta:
-    """News of one request: tokens, and the reason if it has ended. The one with a reason is final."""
+    """News of one request: tokens, and the reason if it has ended; then it is final."""
 
     request: Request
     token_ids: tuple[int, ...]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
+from typing import TYPE_CHECKING
 
-from gapless.core.sampling_params import SamplingParams
+if TYPE_CHECKING:
+    from gapless.core.sampling_params import SamplingParams
 
 
 class Status(Enum):
@@ -17,7 +19,7 @@ class Status(Enum):
     FINISHED = "finished"  # holds nothing; its final delta has been made
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why a request ended."""
 
     STOP = "stop"

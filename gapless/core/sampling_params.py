@@ -64,7 +64,9 @@ class SamplingParams:
         if self.seed is not None:
             _check_integer("seed", self.seed, low=-(2**63), high=2**63 - 1)
         if any(not isinstance(s, str) or not s for s in self.stop):
-            raise InvalidRequest(f"stop={self.stop!r}: want non-empty strings; leave empty ones out")
+            raise InvalidRequest(
+                f"stop={self.stop!r}: want non-empty strings; leave empty ones out"
+            )
         for token_id in self.stop_token_ids:
             _check_integer("stop_token_ids", token_id, low=0)
         if len(set(self.stop_token_ids)) > MAX_STOP_IDS:

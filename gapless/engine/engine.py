@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
 
-from gapless.config.hf import GenerationDefaults
-from gapless.config.options import EngineOptions
-from gapless.config.resolve import Config
 from gapless.core.messages import Update
-from gapless.core.plan import Delta
 from gapless.core.request import FinishReason, Request
 from gapless.core.sampling_params import MAX_STOP_IDS, SamplingParams
 from gapless.engine.load import load
@@ -21,7 +17,17 @@ from gapless.text.chat import ChatTemplate
 from gapless.text.detokenizer import Detokenizer
 from gapless.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from gapless.config.hf import GenerationDefaults
+    from gapless.config.options import EngineOptions
+    from gapless.config.resolve import Config
+    from gapless.core.plan import Delta
+
 _MASK = 2**64 - 1
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -211,10 +217,15 @@ def _default_params(generation: GenerationDefaults) -> SamplingParams:
     """Sampling of requests that name none: the checkpoint's own, greedy where it says so."""
     if generation.do_sample is False:
         return SamplingParams(temperature=0.0)
-    named = {
-        "temperature": generation.temperature,
-        "top_k": generation.top_k,
-        "top_p": generation.top_p,
-        "min_p": generation.min_p,
-    }
-    return replace(SamplingParams(), **{k: v for k, v in named.items() if v is not None})
+    params = SamplingParams()
+    return replace(
+        params,
+        temperature=_or(generation.temperature, params.temperature),
+        top_k=_or(generation.top_k, params.top_k),
+        top_p=_or(generation.top_p, params.top_p),
+        min_p=_or(generation.min_p, params.min_p),
+    )
+
+
+def _or(value: Number | None, default: Number) -> Number:
+    return default if value is None else value

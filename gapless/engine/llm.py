@@ -10,7 +10,6 @@ from tqdm import tqdm
 
 from gapless.config.options import EngineOptions
 from gapless.core.messages import Completion, GenerationResult, Update, Usage
-from gapless.core.request import FinishReason
 from gapless.core.sampling_params import SamplingParams
 from gapless.engine.engine import Engine
 from gapless.errors import InvalidRequest, RequestError
@@ -74,7 +73,8 @@ class LLM:
         try:
             for request_id, ids, own in zip(request_ids, encoded, params, strict=True):
                 self._submit(request_id, ids, own)
-            updates = self._collect(request_ids, [own.n for own in params], shows_progress)
+            counts = [own.n for own in params]
+            updates = self._collect(request_ids, counts, shows_progress=shows_progress)
         finally:
             for request_id in request_ids:
                 self.abort(request_id)
@@ -189,7 +189,7 @@ class LLM:
             self._inboxes.pop(request_id, None)
 
     def _collect(
-        self, request_ids: Sequence[str], counts: Sequence[int], shows_progress: bool  # noqa: FBT001
+        self, request_ids: Sequence[str], counts: Sequence[int], *, shows_progress: bool
     ) -> dict[str, list[Update]]:
         """Step until every request has ended."""
         found: dict[str, list[Update]] = {request_id: [] for request_id in request_ids}

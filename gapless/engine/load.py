@@ -6,21 +6,24 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from gapless.assets import demo_checkpoint
 from gapless.config.hf import HfConfig, read_hf_config
-from gapless.config.options import EngineOptions
 from gapless.config.resolve import Config, DeviceInfo, resolve
 from gapless.errors import BackendUnavailable
 from gapless.layers.placement import Placement
 from gapless.models.checkpoint import resolve_checkpoint, weight_files
-from gapless.models.decoder import Decoder
 from gapless.models.loader import dummy_weights, load_weights, text_prefix
 from gapless.models.registry import model_module, read_architecture
 from gapless.runner.device import make_device, num_positions
 from gapless.runner.runner import Runner
+
+if TYPE_CHECKING:
+    from gapless.config.options import EngineOptions
+    from gapless.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +103,5 @@ def _free_host_bytes() -> int:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-
 
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from gapless.core.plan import Delta, StepPlan, StepResult
-from gapless.scheduler.scheduler import Scheduler
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-# steps launched whose results are unread while the next one is scheduled
-RUN_AHEAD = 1
-
+    from gapless.core.plan import Delta, StepPlan, StepResult
+    from gapless.scheduler.scheduler import RUN_AHEAD, Scheduler
 
 class Handle(Protocol):
     """A launched step."""

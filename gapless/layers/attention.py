@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from gapless.core.architecture import AttentionSpec
-from gapless.layers.batch import Batch, LayerMemory
 from gapless.layers.linear import Linear
-from gapless.layers.placement import Placement
 from gapless.ops.norm import rms_norm
 from gapless.ops.rope import apply_rotary
+
+if TYPE_CHECKING:
+    from gapless.core.architecture import AttentionSpec
+    from gapless.layers.batch import Batch, LayerMemory
+    from gapless.layers.placement import Placement
 
 
 class Attention:
@@ -21,7 +25,13 @@ class Attention:
     """
 
     def __init__(
-        self, hidden_size: int, spec: AttentionSpec, place: Placement, *, eps: float, is_zero_centred: bool
+        self,
+        hidden_size: int,
+        spec: AttentionSpec,
+        place: Placement,
+        *,
+        eps: float,
+        is_zero_centred: bool,
     ) -> None:
         self._spec = spec
         self._eps = eps

@@ -7,12 +7,14 @@ packed prompt segments. Both are complete when built and never change.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from gapless.attention.backend import PlannedAttention
-from gapless.ops.linear_chunk import ChunkIndices
-from gapless.ops.linear_replay import ReplayIndices, ReplayMemory
+if TYPE_CHECKING:
+    from gapless.attention.backend import PlannedAttention
+    from gapless.ops.linear_chunk import ChunkIndices
+    from gapless.ops.linear_replay import ReplayIndices, ReplayMemory
 
 
 @dataclass(frozen=True)

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gapless.core.architecture import LinearSpec
 from gapless.layers.batch import Batch, LayerMemory, LinearMemory, WindowBatch
 from gapless.layers.linear import Linear
-from gapless.layers.placement import Placement
 from gapless.ops.causal_conv import causal_conv
 from gapless.ops.linear_chunk import chunk_prefill
 from gapless.ops.linear_replay import replay_window
 from gapless.ops.norm import gated_rms_norm
+
+if TYPE_CHECKING:
+    from gapless.core.architecture import LinearSpec
+    from gapless.layers.placement import Placement
 
 # inside the root of the q/k norm, fixed by the model family whatever rms_norm_eps says
 L2NORM_EPS = 1e-6
 
 
 class GatedDeltaNet:
-    """`beta = sigmoid(b)`, `log_decay = -exp(A_log) softplus(a + dt_bias)`, both in float32 or more."""
+    """`beta = sigmoid(b)`, `log_decay = -exp(A_log) softplus(a + dt_bias)`, float32 or more."""
 
     def __init__(self, hidden_size: int, spec: LinearSpec, place: Placement, *, eps: float) -> None:
         self._spec = spec

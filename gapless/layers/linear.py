@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch.nn.functional as F
 from torch import Tensor
 
-from gapless.layers.placement import Placement
+if TYPE_CHECKING:
+    from gapless.layers.placement import Placement
 
 
 class Linear:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch.nn.functional as F
 from torch import Tensor
 
-from gapless.core.architecture import MlpSpec
 from gapless.layers.linear import Linear
-from gapless.layers.placement import Placement
+
+if TYPE_CHECKING:
+    from gapless.core.architecture import MlpSpec
+    from gapless.layers.placement import Placement
 
 
 class GatedMlp:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from gapless.layers.placement import Placement
 from gapless.ops.norm import rms_norm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gapless.layers.placement import Placement
 
 
 class RmsNorm:

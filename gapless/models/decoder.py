@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -11,20 +10,20 @@ from torch import Tensor
 
 from gapless.core.architecture import Architecture, AttentionSpec, LayerSpec
 from gapless.layers.attention import Attention
-from gapless.layers.batch import Batch, LayerMemory
 from gapless.layers.delta_net import GatedDeltaNet
 from gapless.layers.mlp import GatedMlp
 from gapless.layers.norm import RmsNorm
-from gapless.layers.placement import Placement
 from gapless.ops.rope import rotary_table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gapless.layers.batch import Batch, LayerMemory
+    from gapless.layers.placement import Placement
 
 
 class Loadable(Protocol):
     """A part of a model that has weights."""
-
-    def targets(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint names and the tensors they fill."""
-        ...
 
     def finalize(self) -> None:
         """Derive what is derived from weights, once, after loading."""
@@ -35,7 +34,13 @@ class DecoderLayer:
     """`x + mixer(norm(x))`, then `x + mlp(norm(x))`, with the names of the Qwen family."""
 
     def __init__(
-        self, hidden_size: int, spec: LayerSpec, place: Placement, *, eps: float, is_zero_centred: bool
+        self,
+        hidden_size: int,
+        spec: LayerSpec,
+        place: Placement,
+        *,
+        eps: float,
+        is_zero_centred: bool,
     ) -> None:
         self._attention: Attention | None = None
         self._delta_net: GatedDeltaNet | None = None
@@ -83,7 +88,12 @@ class Decoder:
     """A causal language model over the memory that the runner owns."""
 
     def __init__(
-        self, architecture: Architecture, place: Placement, *, num_positions: int, is_zero_centred: bool
+        self,
+        architecture: Architecture,
+        place: Placement,
+        *,
+        num_positions: int,
+        is_zero_centred: bool,
     ) -> None:
         """Args: num_positions: rows of the rotary table, beyond the context limit where steps run
         ahead of it."""
@@ -97,7 +107,9 @@ class Decoder:
             )
             for layer in spec.layers
         ]
-        self._norm = RmsNorm(spec.hidden_size, spec.norm_eps, place, is_zero_centred=is_zero_centred)
+        self._norm = RmsNorm(
+            spec.hidden_size, spec.norm_eps, place, is_zero_centred=is_zero_centred
+        )
         # a tied head is the embedding, unless its products want the other layout
         self._head = (
             self._embedding
@@ -120,7 +132,10 @@ class Decoder:
 
     def targets(self) -> dict[str, Tensor]:
         """Checkpoint names and the tensors they fill."""
-        found = {"model.embed_tokens.weight": self._embedding, "model.norm.weight": self._norm.weight}
+        found = {
+            "model.embed_tokens.weight": self._embedding,
+            "model.norm.weight": self._norm.weight,
+        }
         for index, layer in enumerate(self._layers):
             found |= layer.targets(f"model.layers.{index}.")
         if not self.architecture.ties_embeddings:
@@ -131,7 +146,8 @@ class Decoder:
         """Derive what is derived from weights, once, after loading."""
         if self.architecture.ties_embeddings and self._head is not self._embedding:
             self._head.copy_(self._embedding)
-        for part in (self._norm, *self._layers):
+        parts: list[Loadable] = [self._norm, *self._layers]
+        for part in parts:
             part.finalize()
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from gapless.config.hf import HfConfig
+from typing import TYPE_CHECKING
+
 from gapless.core.architecture import Architecture, AttentionSpec, LayerSpec, MlpSpec
-from gapless.layers.placement import Placement
 from gapless.models.decoder import Decoder
 from gapless.models.loader import IgnoreRule
+
+if TYPE_CHECKING:
+    from gapless.config.hf import HfConfig
+    from gapless.layers.placement import Placement
 
 
 def architecture(hf: HfConfig) -> Architecture:

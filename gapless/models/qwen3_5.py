@@ -5,9 +5,8 @@ Also inside the multimodal wrapper, whose vision tensors are skipped.
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from gapless.config.hf import HfConfig
 from gapless.core.architecture import (
     Architecture,
     AttentionSpec,
@@ -19,9 +18,14 @@ from gapless.core.architecture import (
 from gapless.errors import ModelError
 from gapless.layers.linear import Linear
 from gapless.layers.norm import RmsNorm
-from gapless.layers.placement import Placement
-from gapless.models.decoder import Decoder, DecoderLayer
+from gapless.models.decoder import Decoder, DecoderLayer, Loadable
 from gapless.models.loader import IgnoreRule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gapless.config.hf import HfConfig
+    from gapless.layers.placement import Placement
 
 
 def architecture(hf: HfConfig) -> Architecture:
@@ -51,7 +55,10 @@ def architecture(hf: HfConfig) -> Architecture:
             f"linear_num_key_heads={linear.num_key_heads}; the config is damaged"
         )
     mlp = MlpSpec(hf.integer("intermediate_size"))
-    mixers = {"linear_attention": linear, "full_attention": attention}
+    mixers: dict[str, AttentionSpec | LinearSpec] = {
+        "linear_attention": linear,
+        "full_attention": attention,
+    }
     return Architecture(
         model_type=hf.model_type,
         vocab_size=hf.integer("vocab_size"),
@@ -96,7 +103,8 @@ class MtpLayer:
 
     def finalize(self) -> None:
         """Derive what is derived from weights, once, after loading."""
-        for part in (*self._norms.values(), *self._layers):
+        parts: list[Loadable] = [*self._norms.values(), *self._layers]
+        for part in parts:
             part.finalize()
 
 

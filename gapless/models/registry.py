@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from types import ModuleType
+from typing import TYPE_CHECKING
 
-from gapless.config.hf import HfConfig
-from gapless.core.architecture import Architecture
 from gapless.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from gapless.config.hf import HfConfig
+    from gapless.core.architecture import Architecture
 
 MODELS = {
     "qwen3": "gapless.models.qwen3",
@@ -27,7 +31,8 @@ def model_module(model_type: str) -> ModuleType:
         near = difflib.get_close_matches(model_type, MODELS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise UnsupportedModel(
-            f"model_type {model_type!r} is not supported; {hint}supported: {', '.join(sorted(MODELS))}"
+            f"model_type {model_type!r} is not supported; {hint}"
+            f"supported: {', '.join(sorted(MODELS))}"
         )
     return importlib.import_module(MODELS[model_type])
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
 from gapless.config.resolve import Config, bucket_for
-from gapless.core.plan import DecodeRow, PageEntry, StepPlan
 from gapless.layers.batch import WindowBatch
 from gapless.ops.step_metadata import StepConstants, WindowIndices, window_indices
 from gapless.runner.device import Device, Emitted, Verified, accept
 from gapless.runner.graphs import GraphRunner
 from gapless.runner.inputs import Upload
 from gapless.runner.stages import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from gapless.core.plan import DecodeRow, PageEntry, StepPlan
 
 # graphs are keyed by how far rows may reach, in steps of this many tokens
 KV_LEN_STEP = 64
@@ -78,7 +83,9 @@ class DecodeRunner:
         spare = num_entries - len(entries)
         null_entry = geometry.null_slot * columns
         return {
-            "slots": np.array([r.slot for r in rows] + [geometry.null_slot] * num_padding, np.int64),
+            "slots": np.array(
+                [r.slot for r in rows] + [geometry.null_slot] * num_padding, np.int64
+            ),
             "page_index": np.array(
                 [e.slot * columns + e.index for e in entries] + [null_entry] * spare, np.int64
             ),

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gapless.attention.backend import AttentionBackend, make_backend
-from gapless.config.resolve import Config
-from gapless.layers.batch import LayerMemory
-from gapless.layers.placement import Placement
-from gapless.models.decoder import Decoder
 from gapless.ops.sampling import sample
-from gapless.ops.step_metadata import Geometry
 from gapless.runner.pools import make_geometry, make_memory
 from gapless.runner.slot_table import SlotTable
 from gapless.speculative.accept import accept_chain
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gapless.config.resolve import Config
+    from gapless.layers.batch import LayerMemory
+    from gapless.layers.placement import Placement
+    from gapless.models.decoder import Decoder
+    from gapless.ops.step_metadata import Geometry
 
 
 @dataclass(frozen=True)

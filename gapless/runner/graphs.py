@@ -7,12 +7,14 @@ behave alike on every device.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gapless.runner.stages import Stage, cut_at_seams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
 
 logger = logging.getLogger(__name__)
 

@@ -6,12 +6,15 @@ that read them. Nothing is allocated per step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 # alignment of each packed array, enough for any element type and for vector loads
 ALIGNMENT = 16

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from gapless.config.resolve import Config
 from gapless.core.architecture import (
     Architecture,
     AttentionSpec,
@@ -15,9 +16,12 @@ from gapless.core.architecture import (
 )
 from gapless.errors import UnsupportedModel
 from gapless.layers.batch import LayerMemory, LinearMemory
-from gapless.layers.placement import Placement
 from gapless.ops.linear_replay import ReplayMemory
 from gapless.ops.step_metadata import Geometry
+
+if TYPE_CHECKING:
+    from gapless.config.resolve import Config
+    from gapless.layers.placement import Placement
 
 
 def make_geometry(architecture: Architecture, config: Config) -> Geometry:
@@ -44,7 +48,7 @@ def make_geometry(architecture: Architecture, config: Config) -> Geometry:
 def make_memory(
     architecture: Architecture, geometry: Geometry, place: Placement, ssm_dtype: torch.dtype
 ) -> list[LayerMemory]:
-    """Allocate every layer's memory. Only the zero entries are written: the rest may hold anything."""
+    """Allocate every layer's memory; what is not a zero entry may hold anything."""
     return [
         _kv_pool(layer.mixer, geometry, place)
         if isinstance(layer.mixer, AttentionSpec)

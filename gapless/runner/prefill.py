@@ -6,21 +6,25 @@ forward, sent in one copy, and read by every layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gapless.config.resolve import Config
-from gapless.core.plan import PrefillSegment
 from gapless.layers.batch import PrefillBatch
 from gapless.ops.linear_chunk import ChunkIndices, plan_chunks
-from gapless.ops.step_metadata import Geometry
 from gapless.runner.device import Device, Verified, accept
 from gapless.runner.inputs import Upload
 from gapless.runner.slot_table import admission_arrays
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gapless.config.resolve import Config
+    from gapless.core.plan import PrefillSegment
+    from gapless.ops.step_metadata import Geometry
 
 # tokens whose intra-chunk terms are solved together in the linear layers
 CHUNK_LEN = 64
@@ -92,7 +96,9 @@ def _entries(segment: PrefillSegment, geometry: Geometry) -> np.ndarray:
     """KV entries of positions `0 .. end` of a segment's request."""
     position = np.arange(segment.end)
     pages = np.array(segment.pages, np.int64)
-    return pages[position // geometry.page_size] * geometry.page_size + position % geometry.page_size
+    return (
+        pages[position // geometry.page_size] * geometry.page_size + position % geometry.page_size
+    )
 
 
 def _conv_prefix(segments: tuple[PrefillSegment, ...], geometry: Geometry) -> np.ndarray:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from gapless.config.resolve import Config
 from gapless.core.plan import PrefillSegment, StepPlan, StepResult
 from gapless.runner.decode import DecodeRunner
-from gapless.runner.device import Device
 from gapless.runner.inputs import Download, Ticket
 from gapless.runner.prefill import PrefillRunner
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gapless.config.resolve import Config
+    from gapless.runner.device import Device
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,7 @@ class Runner:
         segments = min(config.chunked_prefill_size, rows)
         self._num_emitted = rows * (1 + self._window)
         # one buffer, so that one copy brings a step's results down
-        results = torch.zeros(
-            self._num_emitted + segments, dtype=torch.int64, device=device.device
-        )
+        results = torch.zeros(self._num_emitted + segments, dtype=torch.int64, device=device.device)
         emitted = results[: self._num_emitted].view(rows, 1 + self._window)
         self._decode = DecodeRunner(device, config, emitted)
         self._prefill = PrefillRunner(device, config, results[self._num_emitted :])

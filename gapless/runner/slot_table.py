@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gapless.core.plan import PrefillSegment
 from gapless.core.sampling_params import MAX_STOP_IDS
 from gapless.ops.sampling import SamplingRows
 from gapless.ops.step_metadata import Geometry, SlotColumns
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gapless.core.plan import PrefillSegment
 
 # columns that a prefill segment sets from its request, by name
 REQUEST_COLUMNS = (

@@ -6,9 +6,8 @@ that would, and the tensor methods that dispatch nothing on CPU tensors are patc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -16,6 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gapless.errors import InternalError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _ALWAYS_SYNCS = frozenset(
     {
@@ -102,7 +104,7 @@ def forbid_syncs() -> Iterator[None]:
     for patch in patches:
         patch.start()
     try:
-        with _Guard():
+        with _Guard():  # type: ignore[no-untyped-call]  # torch leaves it unannotated
             yield
     finally:
         for patch in patches:

@@ -38,9 +38,7 @@ CPU = DeviceInfo("cpu", 2**30, 2)
 GPU = DeviceInfo("cuda", 2**34, 1)
 
 
-def _resolve(
-    architecture: Architecture = HYBRID, on: DeviceInfo = CPU, **options: Any
-) -> Config:
+def _resolve(architecture: Architecture = HYBRID, on: DeviceInfo = CPU, **options: Any) -> Config:
     return resolve(EngineOptions.from_dict(options), architecture, "bfloat16", on)
 
 

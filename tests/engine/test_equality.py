@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 
 from gapless import LLM, SamplingParams
-from gapless.core.request import Request
+
+if TYPE_CHECKING:
+    from gapless.core.request import Request
 
 MakeLLM = Callable[..., LLM]
 
@@ -25,12 +28,16 @@ def _prompts(count: int = 7) -> list[list[int]]:
 def _params(count: int = 7) -> list[SamplingParams]:
     """Greedy and seeded requests mixed, of different lengths."""
     return [
-        replace(GREEDY, max_tokens=10 + 7 * i) if i % 2 else replace(SEEDED, seed=i, max_tokens=45 - 5 * i)
+        replace(GREEDY, max_tokens=10 + 4 * i)
+        if i % 2
+        else replace(SEEDED, seed=i, max_tokens=30 - 3 * i)
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
-def _tokens(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[tuple[int, ...]]:
+def _tokens(
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams]
+) -> list[tuple[int, ...]]:
     return [result.token_ids for result in llm.generate(prompts, params)]
 
 
@@ -80,9 +87,7 @@ def test_any_options(
 
 
 @pytest.mark.parametrize("period", [1, 2, 5])
-def test_forced_retraction(
-    make_llm: MakeLLM, expected: list[tuple[int, ...]], period: int
-) -> None:
+def test_forced_retraction(make_llm: MakeLLM, expected: list[tuple[int, ...]], period: int) -> None:
     llm = make_llm(chunked_prefill_size=16)
     scheduler = llm.engine.scheduler
     schedule, rng, calls = scheduler.schedule, random.Random(period), []

@@ -1,14 +1,16 @@
-"""The offline interface on the bundled model: stopping, streaming, aborting, prompts of each kind."""
+"""The offline interface on the bundled model: stopping, streaming, aborting, kinds of prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from gapless import LLM, InvalidRequest, SamplingParams
 from gapless.core.request import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60)

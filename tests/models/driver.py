@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,9 +13,13 @@ from gapless.core.plan import DecodeRow, PrefillSegment, StepPlan
 from gapless.core.request import Request
 from gapless.core.sampling_params import SamplingParams
 from gapless.engine.load import load
-from gapless.layers.batch import Batch
-from gapless.models.decoder import Decoder
-from gapless.runner.device import Device
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gapless.layers.batch import Batch
+    from gapless.models.decoder import Decoder
+    from gapless.runner.device import Device
 
 PAGES_PER_SLOT = 8
 
@@ -56,7 +60,7 @@ class TeacherForced:
         self._requests: dict[int, Request] = {}
 
     def prefill(self, *chunks: tuple[int, list[int], int]) -> None:
-        """Run one packed prefill: `(slot, all tokens up to the chunk's end, chunk's start)` each."""
+        """Run one packed prefill: `(slot, all tokens up to its end, its start)` each."""
         segments = []
         for slot, tokens, start in chunks:
             if start == 0:

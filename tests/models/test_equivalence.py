@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,6 +13,9 @@ from gapless.models.registry import MODELS as REGISTERED
 from tests.models import tiny
 from tests.models.driver import TeacherForced
 from tests.models.reference import logits
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # rows of the matrix: tiny model -> the registered types that it proves
 ROWS = {

@@ -470,9 +470,43 @@ def test_dummy_model_runs_with_finite_logits(name: str) -> None:
     assert 0.1 < found.logits.std() < 10
 
 
+class _NoFloat32(TorchFunctionMode):
+    """Names the functions that return float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, Tensor) and value.dtype == torch.float32:
+                self.found.add(func.__name__)
+        return result
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
-def test_float64_reference_keeps_no_float32_step(name: str) -> None:
-    """A longer input changes nothing before it, beyond float64 rounding in other chunk shapes."""
+def test_float64_reference_takes_no_float32_step(name: str) -> None:
+    _, model = tiny.build(name, scaled=True, seed=tiny.VETTED_SEED)
+    with _NoFloat32() as watch:
+        run_reference(model.double(), torch.arange(2, 9).view(1, -1), torch.float64)
+    assert watch.found == set()
+
+
+@pytest.mark.parametrize(("name", "rotary_dim"), [("qwen3", 32), ("qwen3_5", 8)])
+def test_float64_reference_rotates_by_float64_angles(name: str, rotary_dim: int) -> None:
+    config, model = tiny.build(name, scaled=False, seed=0)
+    cosines: list[Tensor] = []
+    model.model.rotary_emb.register_forward_hook(lambda *call: cosines.append(call[-1][0]))
+    run_reference(model, torch.full((1, 300), 5), torch.float64)
+    steps = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
+    angles = 299 * config.rope_parameters["rope_theta"] ** -steps
+    assert (cosines[0][0, -1, : rotary_dim // 2] - angles.cos()).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_references_agree_and_leave_no_trace(name: str) -> None:
+    """A longer input changes nothing before it; float32 differs by float32's rounding only."""
     _, model = tiny.build(name, scaled=True, seed=tiny.VETTED_SEED)
     token_ids = torch.randint(2, 256, (2, 70), generator=torch.Generator().manual_seed(7))
     long, short = (run_reference(model, token_ids[:, :n], torch.float64) for n in (70, 61))
@@ -481,7 +515,6 @@ def test_float64_reference_keeps_no_float32_step(name: str) -> None:
     for wide, cut in zip(long.layers, short.layers, strict=True):
         assert wide.dtype == torch.float64
         assert (wide[:, :61] - cut).abs().max() < 1e-12
-    error = (long.logits - single.logits).abs().max()
-    assert 1e-7 < error < 1e-3
+    assert 1e-7 < (long.logits - single.logits).abs().max() < 1e-3
     assert torch.get_default_dtype() == torch.float32
     assert next(model.parameters()).dtype == torch.float32

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,9 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gapless import LLM, SamplingParams
 from gapless.layers.batch import LinearMemory
 from gapless.runner import decode
-from gapless.runner.device import Device
 from gapless.runner.graphs import StepGraph
 from tests.models.driver import TeacherForced
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from gapless.runner.device import Device
 
 TOKENS = [7, 9, 11, 13, 15, 17, 19]
 

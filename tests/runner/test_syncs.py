@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -15,6 +13,10 @@ from gapless import LLM, SamplingParams
 from gapless.layers import mlp
 from gapless.runner.syncs import HiddenSync, forbid_syncs
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
 VIOLATIONS: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda x: x.flatten()[0].item(),
     "float": lambda x: float(x.flatten()[0]),
@@ -23,7 +25,7 @@ VIOLATIONS: dict[str, Callable[[Tensor], Any]] = {
     "tolist": lambda x: x.tolist(),
     "cpu": lambda x: x.cpu(),
     "numpy": lambda x: x.numpy(),
-    "np.asarray": lambda x: np.asarray(x),
+    "np.asarray": np.asarray,
     "to device": lambda x: x.to("cpu"),
     "to device by keyword": lambda x: x.to(device=torch.device("cpu")),
     "nonzero": lambda x: x.nonzero(),

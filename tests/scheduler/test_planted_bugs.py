@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from gapless.core.request import Request
 
-NUM_PROGRAMS = 60
+NUM_PROGRAMS = 40
 WINDOWS = (1, 2, 4)
 
 every_window = pytest.mark.parametrize("window", WINDOWS)
@@ -131,6 +131,6 @@ def test_readmitted_before_its_step_is_read(window: int, monkeypatch: pytest.Mon
     """
     monkeypatch.setattr("gapless.scheduler.scheduler.RUN_AHEAD", 2)
     monkeypatch.setattr("gapless.cache.manager.reserved_len", reserved_len_less(-window))
-    assert not goes_wrong(window, run_ahead=2, num_programs=120)
+    assert not goes_wrong(window, run_ahead=2, num_programs=60)
     monkeypatch.setattr("gapless.scheduler.scheduler.is_read", lambda _request: True)
-    assert goes_wrong(window, run_ahead=2, num_programs=120)
+    assert goes_wrong(window, run_ahead=2, num_programs=60)

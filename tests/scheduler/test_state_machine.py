@@ -96,7 +96,7 @@ class LongSchedulerMachine(SchedulerMachine):
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
-    max_examples=80, stateful_step_count=40, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck)
 )
 TestSchedulerLong = pytest.mark.slow(pytest.mark.timeout(1800)(LongSchedulerMachine.TestCase))
 TestSchedulerLong.settings = settings(

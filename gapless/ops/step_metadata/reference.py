@@ -67,7 +67,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class SlotColumns:
-    """The columns of the slot table that step metadata reads; one entry per slot, null slot last."""
+    """The columns of the slot table that step metadata reads; the null slot is last."""
 
     seq_lens: Tensor  # [slots + 1] int64
     checkpoint_len: Tensor  # [slots + 1] int64
@@ -139,7 +139,9 @@ def window_indices(
         kv_write=page * geometry.page_size + flat % geometry.page_size,
         replay=ReplayIndices(
             ring_read=ring_read.masked_fill(replayed >= seq_lens[:, None], geometry.ring_zero),
-            ring_write=(token_slots * geometry.ring_len + flat % geometry.ring_len).view(-1, window),
+            ring_write=(token_slots * geometry.ring_len + flat % geometry.ring_len).view(
+                -1, window
+            ),
             fold_mask=replayed < fold_len[:, None],
             read_rows=rows.masked_fill(checkpoint_len == 0, geometry.zero_row),
             fold_rows=rows.masked_fill(fold_len == checkpoint_len, geometry.null_row),
