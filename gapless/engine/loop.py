@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
+from gapless.scheduler.scheduler import RUN_AHEAD
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gapless.core.plan import Delta, StepPlan, StepResult
-    from gapless.scheduler.scheduler import RUN_AHEAD, Scheduler
+    from gapless.scheduler.scheduler import Scheduler
+
 
 class Handle(Protocol):
     """A launched step."""
