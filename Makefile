@@ -8,7 +8,7 @@ TEST_ALL_LIMIT ?= 7200
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: venv demo test test-all lint clean
+.PHONY: venv demo docs test test-all lint clean
 
 # the venv for everything but testing; made again when the requirements change
 $(VENV)/.base: pyproject.toml constraints.txt
@@ -26,6 +26,10 @@ venv: $(VENV)/.test
 # with no arguments `generate` runs the bundled model over its demo prompts
 demo: $(VENV)/.base
 	$(BIN)/gapless generate
+
+# docs/options.md, from the option dataclasses
+docs: $(VENV)/.base
+	$(BIN)/python tools/make_option_docs.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check

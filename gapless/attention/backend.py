@@ -43,8 +43,12 @@ class AttentionBackend(Protocol):
         page_table: Tensor,  # [slots + 1, P]
         *,
         kv_len: int,
+        first: int = 0,
     ) -> PlannedAttention:
-        """Plan a decode step with device operations; `kv_len` bounds every row's length."""
+        """Plan a window with device operations.
+
+        `kv_len` bounds every row's length, window included; positions below `first` do not exist.
+        """
         ...
 
     def plan_prefill(

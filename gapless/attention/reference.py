@@ -44,13 +44,19 @@ class ReferenceAttention:
         self._page_size = page_size
 
     def plan_window(
-        self, slots: Tensor, positions: Tensor, page_table: Tensor, *, kv_len: int
+        self,
+        slots: Tensor,
+        positions: Tensor,
+        page_table: Tensor,
+        *,
+        kv_len: int,
+        first: int = 0,
     ) -> _Window:
         """See `AttentionBackend`."""
-        pages = page_table.index_select(0, slots).index_select(1, self._page_index[:kv_len])
-        entries = pages * self._page_size + self._offset[:kv_len]
-        kv_positions = self._kv_positions[:kv_len]
-        # what lies past a row's window belongs to nobody and may be NaN: read position 0 instead
+        pages = page_table.index_select(0, slots).index_select(1, self._page_index[first:kv_len])
+        entries = pages * self._page_size + self._offset[first:kv_len]
+        kv_positions = self._kv_positions[first:kv_len]
+        # what lies past a row's window belongs to nobody and may be NaN: read the first instead
         beyond = kv_positions > positions[:, -1:]
         kv_read = torch.where(beyond, entries[:, :1], entries)
         return _Window(kv_read, kv_positions <= positions[:, :, None])

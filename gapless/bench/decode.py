@@ -184,7 +184,7 @@ def time_requests(
     finally:
         for request_id in request_ids:
             engine.abort(request_id)
-        # the step in flight belongs to no one, and the next measurement must not wait for it
+        # a step in flight belongs to no one, and the next measurement must not wait for it
         while engine.has_work:
             engine.step()
     _check_lengths(list(counts.values()), len(prompts), output_len)

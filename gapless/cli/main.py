@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from gapless.cli.bench import Bench
+from gapless.cli.chat import Chat
 from gapless.cli.eval import Eval
 from gapless.cli.generate import Generate
+from gapless.cli.inspect import Inspect
 from gapless.errors import GaplessError
 
 if TYPE_CHECKING:
@@ -17,8 +19,10 @@ if TYPE_CHECKING:
 
 Command = (
     Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Chat, tyro.conf.subcommand("chat")]
     | Annotated[Eval, tyro.conf.subcommand("eval")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[Inspect, tyro.conf.subcommand("inspect")]
 )
 
 
@@ -29,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: the command line cannot be parsed (2), or help was asked for (0).
     """
     try:
-        command: Generate | Eval | Bench = tyro.cli(
+        command: Generate | Chat | Eval | Bench | Inspect = tyro.cli(
             Command,
             prog="gapless",
             description="Serve hybrid linear-attention language models.",

@@ -89,6 +89,19 @@ class HfConfig:
         """Return the integer at `key`, or None where it is missing or null."""
         return None if self.values.get(key) is None else self.integer(key, low=low)
 
+    def integers(self, key: str) -> tuple[int, ...]:
+        """Return the list of integers, 0 or more, at `key`; empty where it is missing or null.
+
+        Raises:
+            ModelError: it is no list of such integers.
+        """
+        found = self.values.get(key)
+        if found is None:
+            return ()
+        if not isinstance(found, list):
+            raise _wrong(self.path, key, found, "a list of integers")
+        return tuple(_integer(self.path, key, value, low=0) for value in found)
+
     def number(self, key: str) -> float:
         """Return the finite number at `key`.
 

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from gapless.config.options import EngineOptions
-from gapless.core.architecture import DTYPE_BYTES, Architecture
+from gapless.core.footprint import Footprint
 from gapless.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from gapless.core.architecture import Architecture
 
 logger = logging.getLogger(__name__)
 
@@ -63,45 +65,68 @@ def resolve(
         ConfigError: an option is out of range, has no effect on this model or device, or does
             not fit the memory.
     """
-    _check_ranges(options)
-    _check_effective(options, architecture, device)
+    footprint = resolve_footprint(options, architecture, checkpoint_dtype, device)
     on_gpu = device.kind == "cuda"
-    dtype = _dtype(options, checkpoint_dtype, on_gpu=on_gpu)
     max_running = _choose(
         "max_running_requests", options.max_running_requests, 256 if on_gpu else 64
     )
-    replay_len = _choose("linear_replayssm_cache_len", options.linear_replayssm_cache_len, 16)
-    page_size = _choose("page_size", options.page_size, 16)
-    max_model_len = _max_model_len(options, architecture)
-    ssm_dtype = _ssm_dtype(options, architecture, dtype)
     num_pages, max_model_len = _size_pool(
         options,
-        architecture,
-        dtype=dtype,
-        page_size=page_size,
-        max_model_len=max_model_len,
-        fixed_bytes=architecture.num_parameters * DTYPE_BYTES[dtype]
-        + (max_running + 2) * architecture.state_bytes_per_row(ssm_dtype)
-        + (max_running + 1) * architecture.ring_bytes_per_slot(dtype, replay_len, PLAIN_WINDOW),
+        footprint,
+        max_model_len=context_len(options, architecture),
         max_running=max_running,
         device=device,
     )
     return Config(
         device=device.kind,
-        dtype=dtype,
-        ssm_dtype=ssm_dtype,
+        dtype=footprint.dtype,
+        ssm_dtype=footprint.ssm_dtype,
         max_model_len=max_model_len,
         max_running_requests=max_running,
         chunked_prefill_size=_choose(
             "chunked_prefill_size", options.chunked_prefill_size, 8192 if on_gpu else 512
         ),
-        page_size=page_size,
+        page_size=footprint.page_size,
         num_pages=num_pages,
-        replay_len=replay_len,
-        max_window=PLAIN_WINDOW,
+        replay_len=footprint.replay_len,
+        max_window=footprint.max_window,
         num_threads=_choose("num_threads", options.num_threads, device.num_threads),
         buckets=batch_buckets(max_running),
     )
+
+
+def resolve_footprint(
+    options: EngineOptions,
+    architecture: Architecture,
+    checkpoint_dtype: str | None,
+    device: DeviceInfo,
+) -> Footprint:
+    """Decide what sizes in memory depend on, but for the number of requests and pages.
+
+    Raises:
+        ConfigError: an option is out of range, or has no effect on this model or device.
+    """
+    _check_ranges(options)
+    _check_effective(options, architecture, device)
+    dtype = _dtype(options, checkpoint_dtype, on_gpu=device.kind == "cuda")
+    return Footprint(
+        architecture=architecture,
+        device=device.kind,
+        dtype=dtype,
+        ssm_dtype=_ssm_dtype(options, architecture, dtype),
+        page_size=_choose("page_size", options.page_size, 16),
+        replay_len=_choose("linear_replayssm_cache_len", options.linear_replayssm_cache_len, 16),
+        max_window=PLAIN_WINDOW,
+    )
+
+
+def memory_budget(options: EngineOptions, device: DeviceInfo) -> int:
+    """Bytes that weights, state and KV pages may take together."""
+    fraction = options.mem_fraction
+    if fraction is None:
+        fraction = 0.9 if device.kind == "cuda" else 0.5
+        logger.info("mem_fraction = %.2f (default)", fraction)
+    return int(device.free_bytes * fraction)
 
 
 def batch_buckets(max_running: int) -> tuple[int, ...]:
@@ -203,7 +228,12 @@ def _ssm_dtype(options: EngineOptions, architecture: Architecture, dtype: str) -
     return chosen
 
 
-def _max_model_len(options: EngineOptions, architecture: Architecture) -> int:
+def context_len(options: EngineOptions, architecture: Architecture) -> int:
+    """Most tokens of one request, as far as the model goes; memory may hold less.
+
+    Raises:
+        ConfigError: more is asked for than the model was trained for.
+    """
     asked = options.max_model_len
     if asked is None:
         logger.info(
@@ -220,40 +250,32 @@ def _max_model_len(options: EngineOptions, architecture: Architecture) -> int:
 
 def _size_pool(
     options: EngineOptions,
-    architecture: Architecture,
+    footprint: Footprint,
     *,
-    dtype: str,
-    page_size: int,
     max_model_len: int,
-    fixed_bytes: int,
     max_running: int,
     device: DeviceInfo,
 ) -> tuple[int, int]:
     """Pages that the budget allows, never more than all requests together can use."""
-    fraction = options.mem_fraction
-    if fraction is None:
-        fraction = 0.9 if device.kind == "cuda" else 0.5
-        logger.info("mem_fraction = %.2f (default)", fraction)
-    budget = int(device.free_bytes * fraction) - fixed_bytes
-    page_bytes = page_size * architecture.kv_bytes_per_token(dtype)
-    useful = max_running * -(-max_model_len // page_size)
-    affordable = (
-        budget // page_bytes if page_bytes and budget > 0 else (useful if budget > 0 else 0)
-    )
-    num_pages = min(useful, affordable)
-    if num_pages * page_size >= max_model_len:
+    budget = memory_budget(options, device)
+    fixed = footprint.weight_bytes + footprint.pool_bytes(num_requests=max_running, num_pages=0)
+    useful = max_running * footprint.num_pages(max_model_len)
+    affordable = (budget - fixed) // footprint.page_bytes if footprint.page_bytes else useful
+    num_pages = min(useful, affordable) if budget >= fixed else 0
+    page_size, longest = footprint.page_size, footprint.longest_request(num_pages)
+    if longest >= max_model_len:
         reason = "all requests at full length" if num_pages == useful else "what the memory holds"
         logger.info("num_pages = %d of %d tokens (%s)", num_pages, page_size, reason)
         return num_pages, max_model_len
-    if options.max_model_len is None and num_pages * page_size >= 2:
+    if options.max_model_len is None and longest >= 2:
         logger.warning(
             "max_model_len = %d instead of %d: the memory holds %d pages of %d tokens",
-            num_pages * page_size, max_model_len, num_pages, page_size,
+            longest, max_model_len, num_pages, page_size,
         )  # fmt: skip
-        return num_pages, num_pages * page_size
-    needed = fixed_bytes + -(-max_model_len // page_size) * page_bytes
+        return num_pages, longest
+    needed = fixed + footprint.num_pages(max_model_len) * footprint.page_bytes
     raise ConfigError(
         f"one request of {max_model_len} tokens needs {needed / 2**20:.0f} MiB with weights and "
-        f"state, the budget is {device.free_bytes * fraction / 2**20:.0f} MiB; raise mem_fraction, "
-        "or lower max_model_len or max_running_requests"
+        f"state, the budget is {budget / 2**20:.0f} MiB; raise mem_fraction, or lower "
+        "max_model_len or max_running_requests"
     )

@@ -34,7 +34,7 @@ class AttentionSpec:
         q_size = self.num_heads * self.head_dim
         in_rows = q_size * (2 if self.has_output_gate else 1)
         in_rows += 2 * self.num_kv_heads * self.head_dim
-        bias = in_rows if self.has_bias else 0
+        bias = in_rows + hidden_size if self.has_bias else 0
         norms = 2 * self.head_dim if self.has_qk_norm else 0
         return (in_rows + q_size) * hidden_size + bias + norms
 
@@ -53,6 +53,8 @@ class LinearSpec:
     key_dim: int  # K
     value_dim: int  # V
     conv_width: int
+    has_grouped_rows: bool = False
+    """Whether checkpoints store the input projections by key head, q, k, v and z of each."""
 
     @property
     def conv_channels(self) -> int:
@@ -95,11 +97,30 @@ class MlpSpec:
 
 
 @dataclass(frozen=True)
+class MoeSpec:
+    """A sparse mixture of gated feed-forward blocks, with or without a shared one beside it."""
+
+    num_experts: int  # E
+    num_active: int  # k
+    intermediate_size: int  # I, of one expert
+    shared_size: int
+    """Intermediate size of the shared block, whose output a gate scales; 0: there is none."""
+    renormalises: bool
+    """Whether the chosen experts' weights are divided by their sum."""
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Weights of all experts, router and shared block."""
+        gates = self.num_experts + (1 if self.shared_size else 0)
+        sizes = self.num_experts * self.intermediate_size + self.shared_size
+        return (gates + 3 * sizes) * hidden_size
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """A pre-norm decoder layer: mixer, then feed-forward."""
 
     mixer: AttentionSpec | LinearSpec
-    mlp: MlpSpec
+    mlp: MlpSpec | MoeSpec
 
 
 @dataclass(frozen=True)

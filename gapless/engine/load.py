@@ -16,7 +16,7 @@ from gapless.config.resolve import Config, DeviceInfo, resolve
 from gapless.errors import BackendUnavailable
 from gapless.layers.placement import Placement
 from gapless.models.checkpoint import resolve_checkpoint, weight_files
-from gapless.models.loader import dummy_weights, load_weights, text_prefix
+from gapless.models.loader import dummy_weights, load_weights, stored_tensors, text_prefix
 from gapless.models.registry import model_module, read_architecture
 from gapless.runner.device import make_device, num_positions
 from gapless.runner.runner import Runner
@@ -47,7 +47,7 @@ def load(options: EngineOptions) -> LoadedModel:
         checkpoint = resolve_checkpoint(options.model, revision=options.revision)
     hf = read_hf_config(checkpoint)
     architecture = read_architecture(hf)
-    config = resolve(options, architecture, hf.dtype, _device_info(options))
+    config = resolve(options, architecture, hf.dtype, device_info(options))
     if config.device == "cpu":
         torch.set_num_threads(config.num_threads)
     dtype: torch.dtype = vars(torch)[config.dtype]
@@ -62,10 +62,10 @@ def _load_model(
 ) -> Decoder:
     module = model_module(hf.model_type)
     architecture = read_architecture(hf)
-    if options.load_format == "safetensors":
-        files = weight_files(checkpoint)
+    files = weight_files(checkpoint) if options.load_format == "safetensors" else []
+    stored_names = {text_prefix(tensor.name) for tensor in stored_tensors(files)}
     model: Decoder = module.build(architecture, place, num_positions=num_positions(config))
-    targets = model.targets()
+    targets = model.targets(stored_names)
     if options.load_format == "dummy":
         logger.warning("weights are made up (load_format=dummy): the text means nothing")
         dummy_weights(targets, options.seed or 0)
@@ -81,7 +81,12 @@ def _load_model(
     return model
 
 
-def _device_info(options: EngineOptions) -> DeviceInfo:
+def device_info(options: EngineOptions) -> DeviceInfo:
+    """Find the device that the options ask for, and measure its free memory.
+
+    Raises:
+        BackendUnavailable: a GPU is asked for and there is none.
+    """
     kind = options.device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"

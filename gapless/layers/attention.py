@@ -13,7 +13,7 @@ from gapless.ops.rope import apply_rotary
 
 if TYPE_CHECKING:
     from gapless.core.architecture import AttentionSpec
-    from gapless.layers.batch import Batch, LayerMemory
+    from gapless.layers.batch import AttentionBatch, LayerMemory
     from gapless.layers.placement import Placement
 
 
@@ -41,14 +41,14 @@ class Attention:
         self._in_proj = Linear(
             hidden_size, q_rows + 2 * self._kv_size, place, has_bias=spec.has_bias
         )
-        self._out_proj = Linear(self._q_size, hidden_size, place)
+        self._out_proj = Linear(self._q_size, hidden_size, place, has_bias=spec.has_bias)
         self._norm_shift = 1.0 if is_zero_centred else 0.0
         self._q_norm = place.acc_weight(spec.head_dim)
         self._k_norm = place.acc_weight(spec.head_dim)
         self._qk_norm = place.acc_weight(spec.num_heads + spec.num_kv_heads, spec.head_dim)
         self._unit = torch.ones(spec.head_dim, dtype=place.acc_dtype, device=place.device)
 
-    def __call__(self, x: Tensor, rotary: Tensor, memory: LayerMemory, batch: Batch) -> Tensor:
+    def __call__(self, x: Tensor, rotary: Tensor, memory: LayerMemory, batch: AttentionBatch) -> Tensor:
         """Attend `[T, D]` to `[T, D]`, writing this forward's keys and values into the pages."""
         assert isinstance(memory, Tensor), "an attention layer's memory is a KV pool"
         spec, tokens = self._spec, x.shape[0]

@@ -18,32 +18,32 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class WindowBatch:
-    """Tokens of a decode step, `T = B * W`."""
+class AttentionBatch:
+    """Tokens of a forward through attention layers alone, such as a draft pass; T in all."""
 
-    num_rows: int
     positions: Tensor  # [T]
     kv_write: Tensor  # [T]
     attention: PlannedAttention
+
+
+@dataclass(frozen=True)
+class WindowBatch(AttentionBatch):
+    """Tokens of a decode step, `T = B * W`."""
+
+    num_rows: int
     replay: ReplayIndices
     conv_write: Tensor  # [T]
     conv_taps: Tensor  # [width, T], entries of the convolution ring
 
 
 @dataclass(frozen=True)
-class PrefillBatch:
+class PrefillBatch(AttentionBatch):
     """Tokens of a prefill chunk, T in all, segments in a row."""
 
-    positions: Tensor  # [T]
-    kv_write: Tensor  # [T]
-    attention: PlannedAttention
     chunks: ChunkIndices
     conv_prefix: Tensor  # [S]: ring entries before each segment's start, then the zero entry
     conv_write: Tensor  # [T]: the null slot's ring for tokens that leave the ring at once
     conv_taps: Tensor  # [width, T], rows of the chunk's own inputs followed by `conv_prefix`
-
-
-Batch = WindowBatch | PrefillBatch
 
 
 @dataclass(frozen=True)

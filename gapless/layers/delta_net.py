@@ -8,7 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gapless.layers.batch import Batch, LayerMemory, LinearMemory, WindowBatch
+from gapless.layers.batch import (
+    AttentionBatch,
+    LayerMemory,
+    LinearMemory,
+    PrefillBatch,
+    WindowBatch,
+)
 from gapless.layers.linear import Linear
 from gapless.ops.causal_conv import causal_conv
 from gapless.ops.linear_chunk import chunk_prefill
@@ -40,9 +46,10 @@ class GatedDeltaNet:
         self._dt_bias = place.acc_weight(spec.num_value_heads)
         self._norm = place.acc_weight(spec.value_dim)
 
-    def __call__(self, x: Tensor, memory: LayerMemory, batch: Batch) -> Tensor:
+    def __call__(self, x: Tensor, memory: LayerMemory, batch: AttentionBatch) -> Tensor:
         """Map `[T, D]` to `[T, D]`, writing rings (decode) or rings and checkpoints (prefill)."""
         assert isinstance(memory, LinearMemory), "a linear layer's memory is rings and checkpoints"
+        assert isinstance(batch, WindowBatch | PrefillBatch), "a linear layer's indices are needed"
         spec = self._spec
         mixed, gate, b, a = self._in_proj(x).split(self._sizes, dim=-1)
         mixed = self._convolve(mixed, memory, batch)
@@ -76,7 +83,7 @@ class GatedDeltaNet:
         )
         return self._out_proj(out.view(x.shape[0], -1))
 
-    def _convolve(self, mixed: Tensor, memory: LinearMemory, batch: Batch) -> Tensor:
+    def _convolve(self, mixed: Tensor, memory: LinearMemory, batch: WindowBatch | PrefillBatch) -> Tensor:
         ring = memory.conv_ring
         if isinstance(batch, WindowBatch):
             ring.index_copy_(0, batch.conv_write, mixed)
@@ -88,9 +95,14 @@ class GatedDeltaNet:
 
     def targets(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint names and where they go."""
-        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        mixed, gate, b, a = self._sizes
+        parts = (
+            {"in_proj_qkvz": mixed + gate, "in_proj_ba": b + a}
+            if self._spec.has_grouped_rows
+            else {"in_proj_qkv": mixed, "in_proj_z": gate, "in_proj_b": b, "in_proj_a": a}
+        )
         return (
-            self._in_proj.targets(prefix, dict(zip(names, self._sizes, strict=True)))
+            self._in_proj.targets(prefix, parts)
             | self._out_proj.targets(prefix, {"out_proj": self._out_proj.weight.shape[0]})
             | {
                 f"{prefix}conv1d.weight": self._conv.unsqueeze(1),
@@ -101,5 +113,21 @@ class GatedDeltaNet:
         )
 
     def finalize(self) -> None:
-        """Turn the loaded `A_log` into `-exp(A_log)`, once."""
+        """Turn the loaded `A_log` into `-exp(A_log)` and order grouped rows by kind, once."""
         self._neg_decay_rate.exp_().neg_()
+        if self._spec.has_grouped_rows:
+            self._ungroup_rows()
+
+    def _ungroup_rows(self) -> None:
+        """Reorder rows `[q | k | v.. | z..]` then `[b.. | a..]` of each key head: all q first."""
+        spec = self._spec
+        group = spec.num_value_heads // spec.num_key_heads
+        values = group * spec.value_dim
+        num_qkvz = spec.conv_channels + self._value_size
+        for rows, sizes in (
+            (self._in_proj.weight[:num_qkvz], [spec.key_dim, spec.key_dim, values, values]),
+            (self._in_proj.weight[num_qkvz:], [group, group]),
+        ):
+            per_head = rows.view(spec.num_key_heads, sum(sizes), -1)
+            by_kind = [part.flatten(0, 1) for part in per_head.split(sizes, dim=1)]
+            rows.copy_(torch.cat(by_kind))

@@ -12,6 +12,7 @@ import huggingface_hub
 
 # HTTPError is the HTTP client's, the base of what escapes the hub's own classes
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
+    EntryNotFoundError,
     GatedRepoError,
     HFValidationError,
     HTTPError,
@@ -21,7 +22,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
     RevisionNotFoundError,
 )
 
-from gapless.config.hf import read_json_object
+from gapless.config.hf import CONFIG_FILE, read_json_object
 from gapless.errors import ConfigError, ModelError, UnsupportedModel
 
 SINGLE_FILE = "model.safetensors"
@@ -61,6 +62,32 @@ def resolve_checkpoint(model: str, *, revision: str | None) -> Path:
     if _looks_like_a_path(model):
         raise ModelError(f"{path} does not exist; want a directory or a hub id: check the path")
     return _download(model, revision)
+
+
+def resolve_config(model: str, *, revision: str | None) -> Path:
+    """Return the path to read a checkpoint's config from, downloading no other file of a hub id.
+
+    Args:
+        model: a directory, a JSON file in place of its config.json, or a hub id.
+        revision: branch, tag or commit of a hub checkpoint.
+
+    Raises:
+        ConfigError: a revision is given for a local path.
+        ModelError: there is no such file, directory or hub checkpoint, or it cannot be reached.
+    """
+    path = Path(model).expanduser()
+    if path.suffix == ".json" and not path.is_dir():
+        if not path.is_file():
+            raise ModelError(f"{path} does not exist; want a config.json: check the path")
+        if revision is not None:
+            raise ConfigError(f"revision={revision!r} has no effect on a file; leave it out")
+        return path
+    if path.exists() or _looks_like_a_path(model):
+        return resolve_checkpoint(model, revision=revision)
+    try:
+        return Path(huggingface_hub.hf_hub_download(model, CONFIG_FILE, revision=revision))
+    except (OSError, ValueError, HTTPError) as error:
+        raise _hub_error(model, revision, error) from error
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -132,6 +159,9 @@ def _hub_error(model: str, revision: str | None, error: Exception) -> ModelError
     elif isinstance(error, LocalEntryNotFoundError):
         problem = "is not in the local hub cache, and the hub cannot be reached"
         remedy = "check the network and HF_HUB_OFFLINE, or pass a local directory"
+    elif isinstance(error, EntryNotFoundError):
+        problem = f"has no {CONFIG_FILE}"
+        remedy = "name a checkpoint in Hugging Face format"
     elif isinstance(error, HTTPError | ConnectionError):
         problem = "cannot be downloaded"
         remedy = "check the network and try again, or pass a local directory"

@@ -8,17 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gapless.core.architecture import Architecture, AttentionSpec, LayerSpec
+from gapless.core.architecture import Architecture, AttentionSpec, LayerSpec, MoeSpec
 from gapless.layers.attention import Attention
 from gapless.layers.delta_net import GatedDeltaNet
 from gapless.layers.mlp import GatedMlp
+from gapless.layers.moe import SparseMlp
 from gapless.layers.norm import RmsNorm
+from gapless.models.loader import IgnoreRule
 from gapless.ops.rope import rotary_table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
-    from gapless.layers.batch import Batch, LayerMemory
+    from gapless.layers.batch import AttentionBatch, LayerMemory
     from gapless.layers.placement import Placement
 
 
@@ -50,11 +52,15 @@ class DecoderLayer:
             )
         else:
             self._delta_net = GatedDeltaNet(hidden_size, spec.mixer, place, eps=eps)
-        self._mlp = GatedMlp(hidden_size, spec.mlp, place)
+        self._mlp = (
+            SparseMlp(hidden_size, spec.mlp, place)
+            if isinstance(spec.mlp, MoeSpec)
+            else GatedMlp(hidden_size, spec.mlp, place)
+        )
         self._input_norm = RmsNorm(hidden_size, eps, place, is_zero_centred=is_zero_centred)
         self._mlp_norm = RmsNorm(hidden_size, eps, place, is_zero_centred=is_zero_centred)
 
-    def __call__(self, x: Tensor, rotary: Tensor, memory: LayerMemory, batch: Batch) -> Tensor:
+    def __call__(self, x: Tensor, rotary: Tensor, memory: LayerMemory, batch: AttentionBatch) -> Tensor:
         """Map `[T, D]` to `[T, D]`."""
         normed = self._input_norm(x)
         if self._attention is not None:
@@ -63,8 +69,8 @@ class DecoderLayer:
             x = x + self._delta_net(normed, memory, batch)
         return x + self._mlp(self._mlp_norm(x))
 
-    def targets(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint names and where they go."""
+    def targets(self, prefix: str, stored_names: Collection[str]) -> dict[str, Tensor]:
+        """Checkpoint names and where they go, see `Decoder.targets`."""
         found = {
             f"{prefix}input_layernorm.weight": self._input_norm.weight,
             f"{prefix}post_attention_layernorm.weight": self._mlp_norm.weight,
@@ -73,6 +79,8 @@ class DecoderLayer:
             found |= self._attention.targets(f"{prefix}self_attn.")
         if self._delta_net is not None:
             found |= self._delta_net.targets(f"{prefix}linear_attn.")
+        if isinstance(self._mlp, SparseMlp):
+            return found | self._mlp.targets(f"{prefix}mlp.", stored_names)
         return found | self._mlp.targets(f"{prefix}mlp.")
 
     def finalize(self) -> None:
@@ -118,7 +126,7 @@ class Decoder:
         )
         self._rotary = _rotary(architecture, num_positions, place)
 
-    def forward(self, token_ids: Tensor, memory: Sequence[LayerMemory], batch: Batch) -> Tensor:
+    def forward(self, token_ids: Tensor, memory: Sequence[LayerMemory], batch: AttentionBatch) -> Tensor:
         """Run `token_ids` [T] and return their post-final-norm hidden states [T, D]."""
         x = F.embedding(token_ids, self._embedding)
         rotary = self._rotary.index_select(0, batch.positions)
@@ -130,14 +138,18 @@ class Decoder:
         """Project `[N, D]` to vocabulary logits `[N, V]`, float32 or more."""
         return F.linear(hidden, self._head).to(self._acc_dtype)
 
-    def targets(self) -> dict[str, Tensor]:
-        """Checkpoint names and the tensors they fill."""
+    def targets(self, stored_names: Collection[str]) -> dict[str, Tensor]:
+        """Checkpoint names and the tensors they fill.
+
+        Args: stored_names: canonical names that the files hold; they decide only where one weight
+        is stored in several ways. Empty without files.
+        """
         found = {
             "model.embed_tokens.weight": self._embedding,
             "model.norm.weight": self._norm.weight,
         }
         for index, layer in enumerate(self._layers):
-            found |= layer.targets(f"model.layers.{index}.")
+            found |= layer.targets(f"model.layers.{index}.", stored_names)
         if not self.architecture.ties_embeddings:
             found["lm_head.weight"] = self._head
         return found
@@ -149,6 +161,14 @@ class Decoder:
         parts: list[Loadable] = [self._norm, *self._layers]
         for part in parts:
             part.finalize()
+
+
+def head_rules(spec: Architecture) -> list[IgnoreRule]:
+    """Rules for a stored head that is a copy of the embedding."""
+    if not spec.ties_embeddings:
+        return []
+    copied = "model.embed_tokens.weight"
+    return [IgnoreRule(r"lm_head\.weight", "the head is the embedding", copy_of=copied)]
 
 
 def _rotary(architecture: Architecture, num_positions: int, place: Placement) -> Tensor:

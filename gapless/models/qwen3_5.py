@@ -13,15 +13,19 @@ from gapless.core.architecture import (
     LayerSpec,
     LinearSpec,
     MlpSpec,
+    MoeSpec,
     Recurrence,
 )
 from gapless.errors import ModelError
 from gapless.layers.linear import Linear
 from gapless.layers.norm import RmsNorm
-from gapless.models.decoder import Decoder, DecoderLayer, Loadable
+from gapless.models.decoder import Decoder, DecoderLayer, Loadable, head_rules
+from gapless.models.feed_forward import dense_mlps
 from gapless.models.loader import IgnoreRule
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
     from torch import Tensor
 
     from gapless.config.hf import HfConfig
@@ -30,6 +34,13 @@ if TYPE_CHECKING:
 
 def architecture(hf: HfConfig) -> Architecture:
     """Read the model's description from its config."""
+    return hybrid_attention(hf, dense_mlps(hf), has_grouped_rows=False)
+
+
+def hybrid_attention(
+    hf: HfConfig, mlps: Sequence[MlpSpec | MoeSpec], *, has_grouped_rows: bool
+) -> Architecture:
+    """Describe a model of the family, each layer's mixer before its feed-forward block."""
     head_dim = hf.integer("head_dim")
     attention = AttentionSpec(
         num_heads=hf.integer("num_attention_heads"),
@@ -48,13 +59,13 @@ def architecture(hf: HfConfig) -> Architecture:
         key_dim=hf.integer("linear_key_head_dim"),
         value_dim=hf.integer("linear_value_head_dim"),
         conv_width=hf.integer("linear_conv_kernel_dim"),
+        has_grouped_rows=has_grouped_rows,
     )
     if linear.num_value_heads % linear.num_key_heads:
         raise ModelError(
             f"linear_num_value_heads={linear.num_value_heads} is not a multiple of "
             f"linear_num_key_heads={linear.num_key_heads}; the config is damaged"
         )
-    mlp = MlpSpec(hf.integer("intermediate_size"))
     mixers: dict[str, AttentionSpec | LinearSpec] = {
         "linear_attention": linear,
         "full_attention": attention,
@@ -63,7 +74,10 @@ def architecture(hf: HfConfig) -> Architecture:
         model_type=hf.model_type,
         vocab_size=hf.integer("vocab_size"),
         hidden_size=hf.integer("hidden_size"),
-        layers=tuple(LayerSpec(mixers[kind], mlp) for kind in hf.layer_types(tuple(mixers))),
+        layers=tuple(
+            LayerSpec(mixers[kind], mlp)
+            for kind, mlp in zip(hf.layer_types(tuple(mixers)), mlps, strict=True)
+        ),
         norm_eps=hf.number("rms_norm_eps"),
         ties_embeddings=hf.ties_embeddings,
         max_position=hf.max_position_embeddings,
@@ -93,12 +107,12 @@ class MtpLayer:
             for _ in range(spec.num_mtp_layers)
         ]
 
-    def targets(self) -> dict[str, Tensor]:
-        """Checkpoint names and the tensors they fill."""
+    def targets(self, stored_names: Collection[str]) -> dict[str, Tensor]:
+        """Checkpoint names and the tensors they fill, see `Decoder.targets`."""
         found = {f"mtp.{name}.weight": norm.weight for name, norm in self._norms.items()}
         found["mtp.fc.weight"] = self._merge.weight
         for index, layer in enumerate(self._layers):
-            found |= layer.targets(f"mtp.layers.{index}.")
+            found |= layer.targets(f"mtp.layers.{index}.", stored_names)
         return found
 
     def finalize(self) -> None:
@@ -110,10 +124,8 @@ class MtpLayer:
 
 def ignore_rules(spec: Architecture) -> list[IgnoreRule]:
     """Tensors that are recognised and not loaded."""
-    rules = [
+    return [
+        *head_rules(spec),
         IgnoreRule(r"model\.visual\..*", "vision tensors: text only is served"),
         IgnoreRule(r"mtp\..*", "MTP tensors: speculation is off"),
     ]
-    if spec.ties_embeddings:
-        rules.append(IgnoreRule(r"lm_head\.weight", "the head is the embedding"))
-    return rules

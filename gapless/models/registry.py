@@ -15,9 +15,14 @@ if TYPE_CHECKING:
     from gapless.core.architecture import Architecture
 
 MODELS = {
+    "llama": "gapless.models.llama",
     "qwen3": "gapless.models.qwen3",
     "qwen3_5": "gapless.models.qwen3_5",
+    "qwen3_5_moe": "gapless.models.qwen3_5_moe",
+    "qwen3_5_moe_text": "gapless.models.qwen3_5_moe",
     "qwen3_5_text": "gapless.models.qwen3_5",
+    "qwen3_moe": "gapless.models.qwen3_moe",
+    "qwen3_next": "gapless.models.qwen3_next",
 }
 
 

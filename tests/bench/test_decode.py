@@ -52,9 +52,13 @@ def test_waiting_requests_put_off_the_start_of_decoding() -> None:
 def test_nothing_is_left_behind(llm: LLM) -> None:
     time_requests(llm, PROMPTS, 3)
     assert not llm.engine.has_work
-    ids = llm.encode("The capital of")
     with pytest.raises(ContextTooLong):
-        time_requests(llm, [ids, [5] * 200], 3)
+        time_requests(llm, [PROMPTS[0], [5] * 200], 3)
+    assert not llm.engine.has_work
+    stopping = iter([0.0, 1.0])
+    # in the middle, with a step in flight
+    with pytest.raises(StopIteration):
+        time_requests(llm, PROMPTS, 9, lambda: next(stopping))
     assert not llm.engine.has_work
     assert time_requests(llm, PROMPTS, 3).num_tokens == 9
 

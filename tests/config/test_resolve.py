@@ -15,6 +15,7 @@ from gapless.config.resolve import (
     batch_buckets,
     bucket_for,
     resolve,
+    resolve_footprint,
 )
 from gapless.core.architecture import (
     Architecture,
@@ -137,8 +138,9 @@ def test_pool_is_bounded_by_use_and_by_memory(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING):
         config = _resolve(on=small, max_running_requests=2, mem_fraction=1.0)
     assert config.num_pages == 40
-    assert config.max_model_len == 640
-    assert "max_model_len = 640 instead of 1000" in caplog.text
+    # the last token of a request needs no KV
+    assert config.max_model_len == 641
+    assert "max_model_len = 641 instead of 1000" in caplog.text
 
 
 def test_what_does_not_fit_says_so_before_loading() -> None:
@@ -156,11 +158,8 @@ def test_larger_fraction_gives_more_pages() -> None:
 
 
 def _fixed_bytes(max_running: int) -> int:
-    return (
-        HYBRID.num_parameters * 4
-        + (max_running + 2) * HYBRID.state_bytes_per_row("float32")
-        + (max_running + 1) * HYBRID.ring_bytes_per_slot("float32", 16, 1)
-    )
+    footprint = resolve_footprint(EngineOptions(), HYBRID, None, CPU)
+    return footprint.weight_bytes + footprint.pool_bytes(num_requests=max_running, num_pages=0)
 
 
 @pytest.mark.parametrize("max_running", [1, 2, 3, 4, 5, 8, 9, 33, 64])

@@ -76,12 +76,13 @@ def test_perplexity_is_that_of_transformers(llm: LLM, peer: TransformersPeer, mo
 
 
 def test_padding_changes_nothing_for_the_peer(llm: LLM, peer: TransformersPeer) -> None:
-    questions = ("What is the capital of France?", "What is 12 * 3?", "Hello")
-    prompts = [llm.encode([{"role": "user", "content": question}]) for question in questions]
-    assert len({len(prompt) for prompt in prompts}) == 3
+    chat = llm.encode([{"role": "user", "content": "What is the capital of France?"}])
+    prose = llm.encode("It was the duty of every man in the house to")
+    prompts = [chat, llm.encode("Mia has 3 lemons. " * 12), prose, prose[:2], prose[:5]]
+    assert min(map(len, prompts)) + 60 < max(map(len, prompts))
     together = peer.generate(prompts, 12)
     assert together == [peer.generate([prompt], 12)[0] for prompt in prompts]
-    assert any(ids[-1] in (4080, 4082) for ids in together), "one of them comes to its end"
+    assert together[0][-1] == 4082, "it comes to its end"
     assert all(ids.index(4082) == len(ids) - 1 for ids in together if 4082 in ids)
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from torch import Tensor
 
 from gapless.models.registry import MODELS as REGISTERED
 from tests.models import tiny
+from tests.models.comparison import Case, assert_served_right, token_ids
 from tests.models.driver import TeacherForced
-from tests.models.reference import logits
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 # rows of the matrix: tiny model -> the registered types that it proves
@@ -23,33 +21,23 @@ ROWS = {
     "qwen3_tied": ["qwen3"],
     "qwen3_5": ["qwen3_5_text", "qwen3_5"],
     "qwen3_5_tied": ["qwen3_5_text"],
+    "qwen3_moe": ["qwen3_moe"],
+    "qwen3_next": ["qwen3_next"],
+    "qwen3_5_moe": ["qwen3_5_moe_text", "qwen3_5_moe"],
+    "llama": ["llama"],
 }
-NUM_TOKENS = 70
-TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
-CASES = [("float64", True), ("float32", False)]
+CASES = [Case(n, *c) for n in ROWS for c in (("float64", True), ("float32", False))]
 
 
-@cache
-def _oracle(name: str, dtype: str, scaled: bool) -> tuple[Any, list[list[int]], Tensor]:
-    _, model = tiny.build(name, scaled=scaled, seed=tiny.VETTED_SEED)
-    generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(2, 256, (3, NUM_TOKENS), generator=generator)
-    return model, ids.tolist(), logits(model, ids, getattr(torch, dtype))
+@pytest.fixture(params=CASES, ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    found: Case = request.param
+    return found
 
 
-@pytest.fixture(params=[(n, *c) for n in ROWS for c in CASES], ids=lambda p: f"{p[0]}-{p[1]}")
-def case(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> tuple[TeacherForced, list[list[int]], Tensor, float]:
-    name, dtype, scaled = request.param
-    model, ids, expected = _oracle(name, dtype, scaled)
-    forced = TeacherForced(tiny.save(model, tmp_path), dtype=dtype)
-    return forced, ids, expected, TOLERANCE[dtype]
-
-
-def _assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
-    error = (found.double() - expected[: found.shape[0]].double()).abs().max()
-    assert error <= tolerance, f"logits differ by {error:.2e}, at most {tolerance:.0e} is allowed"
+@pytest.fixture
+def forced(case: Case, serve: Callable[[Case], TeacherForced]) -> TeacherForced:
+    return serve(case)
 
 
 def test_every_registered_model_has_a_row() -> None:
@@ -57,47 +45,57 @@ def test_every_registered_model_has_a_row() -> None:
     assert set(ROWS) == set(tiny.MODELS)
 
 
-def test_one_shot_prefill(case: Any) -> None:
-    forced, ids, expected, tolerance = case
-    forced.prefill((1, ids[0], 0))
-    _assert_close(forced.all_logits(1), expected[0], tolerance)
+def test_one_shot_prefill(forced: TeacherForced, case: Case) -> None:
+    forced.prefill((1, token_ids()[0], 0))
+    assert_served_right(forced, case, slot=1)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7])
-def test_chunked_prefill(case: Any, chunk: int) -> None:
-    forced, ids, expected, tolerance = case
-    for start in range(0, 40, chunk):
-        forced.prefill((2, ids[0][: min(start + chunk, 40)], start))
-    _assert_close(forced.all_logits(2), expected[0], tolerance)
+def test_chunked_prefill(forced: TeacherForced, case: Case, chunk: int) -> None:
+    end = 40 if chunk > 1 else 12
+    for start in range(0, end, chunk):
+        forced.prefill((2, token_ids()[0][: min(start + chunk, end)], start))
+    assert_served_right(forced, case, slot=2)
 
 
-def test_token_by_token_over_two_flushes(case: Any) -> None:
-    forced, ids, expected, tolerance = case
-    forced.prefill((0, ids[0][:21], 0))
-    for token in ids[0][21:]:
+def test_token_by_token_over_two_flushes(forced: TeacherForced, case: Case) -> None:
+    tokens = token_ids()[0]
+    forced.prefill((0, tokens[:21], 0))
+    for token in tokens[21:]:
         forced.decode({0: token})
-    _assert_close(forced.all_logits(0), expected[0], tolerance)
+    assert_served_right(forced, case, slot=0)
 
 
-def test_mixed_batch_with_padding(case: Any) -> None:
-    forced, ids, expected, tolerance = case
+def test_mixed_batch_with_padding(forced: TeacherForced, case: Case) -> None:
     lengths = (3, 17, 30)
-    forced.prefill(*((slot, ids[slot][:n], 0) for slot, n in enumerate(lengths)))
+    forced.prefill(*((slot, token_ids()[slot][:n], 0) for slot, n in enumerate(lengths)))
     for step in range(20):
         rows = {2: 30 + step, 0: 3 + step}
         if step % 2:
             rows[1] = 17 + step // 2
-        forced.decode({slot: ids[slot][position] for slot, position in rows.items()})
+        forced.decode({slot: token_ids()[slot][position] for slot, position in rows.items()})
     for slot in range(3):
-        _assert_close(forced.all_logits(slot), expected[slot], tolerance)
+        assert_served_right(forced, case, slot=slot, row=slot)
 
 
-def test_slot_used_before(case: Any) -> None:
-    forced, ids, expected, tolerance = case
-    forced.prefill((0, ids[1][:50], 0))
-    for token in ids[1][50:60]:
+def test_slot_used_before(forced: TeacherForced, case: Case) -> None:
+    first, second = token_ids()[1], token_ids()[0]
+    forced.prefill((0, first[:50], 0))
+    for token in first[50:60]:
         forced.decode({0: token})
-    forced.prefill((0, ids[0][:2], 0))
-    for token in ids[0][2:30]:
+    forced.prefill((0, second[:2], 0))
+    for token in second[2:30]:
         forced.decode({0: token})
-    _assert_close(forced.all_logits(0), expected[0], tolerance)
+    assert_served_right(forced, case, slot=0)
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if "moe" in name or "next" in name])
+def test_fused_experts(
+    name: str, checkpoint_of: Callable[[str, bool], Path], tmp_path: Path
+) -> None:
+    case = Case(name, "float64", scaled=True)
+    forced = TeacherForced(tiny.fuse_experts(checkpoint_of(name, True), tmp_path), dtype=case.dtype)
+    forced.prefill((0, token_ids()[0][:30], 0))
+    for token in token_ids()[0][30:40]:
+        forced.decode({0: token})
+    assert_served_right(forced, case, slot=0)

@@ -22,6 +22,7 @@ NUM_HEADS = 4
 NUM_KV_HEADS = 2
 HEAD_DIM = 32
 INTERMEDIATE = 112
+NUM_EXPERTS = 8
 
 COMMON: dict[str, Any] = {
     "vocab_size": 256,
@@ -46,9 +47,16 @@ DELTA_NET: dict[str, Any] = {
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],
 }
 
+EXPERTS: dict[str, Any] = {
+    "num_experts": NUM_EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+}
+SHARED_EXPERT: dict[str, Any] = {"shared_expert_intermediate_size": 48}
 
 # of seeds 0 to 4, scaled, the one where transformers' float32 is closest to its float64: 1e-4 at
-# most for qwen3_5 over 70 tokens, where others reach 5e-4; qwen3 stays below 1e-5 with all of them
+# most for qwen3_5 over 70 tokens, where others reach 5e-4; those without linear layers stay below
+# 1e-5 with all of them
 VETTED_SEED = 2
 
 
@@ -66,18 +74,25 @@ class TinyModel:
     options: dict[str, Any]
 
 
+def _tiny(stem: str, *options: dict[str, Any], config: str = "Config", **more: Any) -> TinyModel:
+    merged = {name: value for part in options for name, value in part.items()}
+    return TinyModel(f"{stem}{config}", f"{stem}ForCausalLM", merged | more)
+
+
 QWEN3 = {**COMMON, **_rope(20_000.0)}
 QWEN3_5 = {**COMMON, **DELTA_NET, **_rope(30_000.0, partial_rotary_factor=0.25)}
+TIED = {"tie_word_embeddings": True}
 
 MODELS = {
-    f"{name}{suffix}": TinyModel(
-        config_class, model_class, {**options, "tie_word_embeddings": suffix == "_tied"}
-    )
-    for name, config_class, model_class, options in (
-        ("qwen3", "Qwen3Config", "Qwen3ForCausalLM", QWEN3),
-        ("qwen3_5", "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", QWEN3_5),
-    )
-    for suffix in ("", "_tied")
+    "qwen3": _tiny("Qwen3", QWEN3),
+    "qwen3_tied": _tiny("Qwen3", QWEN3, TIED),
+    "qwen3_5": _tiny("Qwen3_5", QWEN3_5, config="TextConfig"),
+    "qwen3_5_tied": _tiny("Qwen3_5", QWEN3_5, TIED, config="TextConfig"),
+    # layer 1 has a dense block
+    "qwen3_moe": _tiny("Qwen3Moe", QWEN3, EXPERTS, mlp_only_layers=[1], norm_topk_prob=False),
+    "qwen3_next": _tiny("Qwen3Next", QWEN3_5, EXPERTS, SHARED_EXPERT, mlp_only_layers=[1]),
+    "qwen3_5_moe": _tiny("Qwen3_5Moe", QWEN3_5, EXPERTS, SHARED_EXPERT, config="TextConfig"),
+    "llama": _tiny("Llama", COMMON, _rope(40_000.0), TIED, attention_bias=True),
 }
 
 
@@ -96,6 +111,8 @@ def build(name: str, *, scaled: bool, seed: int) -> tuple[Any, Any]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, tiny.model_class)(config).eval().float()
+    # what transformers prefers for experts has no float64
+    model.set_experts_implementation("eager")
     if scaled:
         _scale(model, torch.Generator().manual_seed(seed + 1))
     return config, model
@@ -126,6 +143,29 @@ def stored_weights(directory: Path) -> dict[str, Tensor]:
     for file in sorted(directory.glob("*.safetensors")):
         weights |= load_file(file)
     return weights
+
+
+def fuse_experts(source: Path, target: Path) -> Path:
+    """Rewrite a saved checkpoint with one tensor for all experts' matrices of a kind, per layer."""
+    weights = stored_weights(source)
+    prefixes = {name.partition(".experts.")[0] for name in weights if ".experts." in name}
+    for prefix in prefixes:
+        kinds = {
+            kind: torch.stack(
+                [
+                    weights.pop(f"{prefix}.experts.{expert}.{kind}_proj.weight")
+                    for expert in range(NUM_EXPERTS)
+                ]
+            )
+            for kind in ("gate", "up", "down")
+        }
+        fused = torch.cat([kinds["gate"], kinds["up"]], dim=1)
+        weights[f"{prefix}.experts.gate_up_proj"] = fused
+        weights[f"{prefix}.experts.down_proj"] = kinds["down"]
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "config.json").write_text((source / "config.json").read_text())
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
 
 
 def hub_style(

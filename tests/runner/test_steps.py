@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gapless import LLM, SamplingParams
+from gapless.core.plan import DecodeRow, StepPlan
 from gapless.layers.batch import LinearMemory
 from gapless.runner import decode
 from gapless.runner.graphs import StepGraph
@@ -70,8 +71,8 @@ def _decode_done(forced: TeacherForced, steps: int) -> None:
     forced.device.table.columns.done[1] = True
     for step in range(steps):
         forced.device.table.window_tokens[0, 0] = 50 + step
-        rows = tuple(decode.DecodeRow(forced._requests[slot], slot) for slot in (0, 1))
-        result = launch(decode.StepPlan(0, (), rows, (), 100)).wait()
+        rows = tuple(DecodeRow(forced._requests[slot], slot) for slot in (0, 1))
+        result = launch(StepPlan(0, (), rows, (), 100)).wait()
         assert result.decode_lens.tolist() == [1, 0], "a done row emits nothing"
 
 

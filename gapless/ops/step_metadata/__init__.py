@@ -5,7 +5,8 @@ from gapless.ops.step_metadata.reference import (
     SlotColumns,
     StepConstants,
     WindowIndices,
+    kv_entries,
     window_indices,
 )
 
-__all__ = ["Geometry", "SlotColumns", "StepConstants", "WindowIndices", "window_indices"]
+__all__ = ["Geometry", "SlotColumns", "StepConstants", "WindowIndices", "kv_entries", "window_indices"]

@@ -100,6 +100,17 @@ class WindowIndices:
     conv_taps: Tensor  # [width, B * W]
 
 
+def kv_entries(
+    page_table: Tensor,  # [slots + 1, P]
+    slots: Tensor,  # [B]
+    positions: Tensor,  # [B, W]
+    page_size: int,
+) -> Tensor:  # [B * W]
+    """Return the KV entries of some positions of each row."""
+    pages = page_table[slots[:, None], positions // page_size]
+    return (pages * page_size + positions % page_size).view(-1)
+
+
 def window_indices(
     slots: Tensor,  # [B] int64, padded rows name the null slot
     columns: SlotColumns,
@@ -122,7 +133,6 @@ def window_indices(
 
     positions = seq_lens[:, None] + constants.window[:window]
     flat = positions.view(-1)
-    page = columns.page_table[slots[:, None], positions // geometry.page_size].view(-1)
     token_slots = slots[:, None].expand(-1, window).reshape(-1)
     conv_base = token_slots * geometry.conv_ring_len
     tap_positions = flat - constants.tap_distance
@@ -136,7 +146,7 @@ def window_indices(
         seq_lens=seq_lens,
         fold_len=fold_len,
         positions=positions,
-        kv_write=page * geometry.page_size + flat % geometry.page_size,
+        kv_write=kv_entries(columns.page_table, slots, positions, geometry.page_size),
         replay=ReplayIndices(
             ring_read=ring_read.masked_fill(replayed >= seq_lens[:, None], geometry.ring_zero),
             ring_write=(token_slots * geometry.ring_len + flat % geometry.ring_len).view(

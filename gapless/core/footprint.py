@@ -1,0 +1,158 @@
+"""Bytes of device memory that a model takes: its weights, and every part of its pools.
+
+The one set of formulas behind the memory budget (`config/resolve.py`) and `gapless inspect`. They
+say what `runner/pools.py` allocates, byte for byte, and what loading fills; activations, rotary
+tables and the slot table live in the memory that the budget leaves over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gapless.core.architecture import (
+    DTYPE_BYTES,
+    Architecture,
+    AttentionSpec,
+    LayerSpec,
+    LinearSpec,
+    MoeSpec,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What one model takes under the settings that its sizes depend on."""
+
+    architecture: Architecture
+    device: str  # "cpu" or "cuda"
+    dtype: str
+    ssm_dtype: str
+    page_size: int
+    replay_len: int  # L
+    max_window: int  # W_max; above 1 the model's MTP layers are in use, where it has some
+
+    @property
+    def acc_dtype(self) -> str:
+        """Type of norms and decays: at least float32."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether MTP layers are loaded and keep KV."""
+        return self.max_window > 1 and self.architecture.num_mtp_layers > 0
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all loaded weights."""
+        return sum(self.weight_bytes_by_dtype.values())
+
+    @property
+    def weight_bytes_by_dtype(self) -> dict[str, int]:
+        """Bytes of the loaded weights by the type that they are kept in."""
+        spec = self.architecture
+        count, acc_count = spec.num_parameters, spec.hidden_size
+        acc_count += sum(_num_acc_parameters(spec, layer) for layer in spec.layers)
+        if self.has_mtp:
+            count += num_mtp_parameters(spec)
+            acc_count += 3 * spec.hidden_size
+            acc_count += spec.num_mtp_layers * _num_acc_parameters(spec, mtp_layer(spec))
+        if spec.ties_embeddings and self.device == "cpu":
+            # a CPU wants the head input-major, the embedding row by row
+            count += spec.vocab_size * spec.hidden_size
+        found = dict.fromkeys((self.dtype, self.acc_dtype), 0)
+        found[self.dtype] += (count - acc_count) * DTYPE_BYTES[self.dtype]
+        found[self.acc_dtype] += acc_count * DTYPE_BYTES[self.acc_dtype]
+        return found
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token in all layers but the MTP layers."""
+        return self.architecture.kv_bytes_per_token(self.dtype)
+
+    @property
+    def mtp_kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token in the MTP layers that are in use."""
+        if not self.has_mtp:
+            return 0
+        mixer = mtp_layer(self.architecture).mixer
+        assert isinstance(mixer, AttentionSpec), "an MTP layer attends"
+        return self.architecture.num_mtp_layers * mixer.kv_bytes_per_token(self.dtype)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in all layers."""
+        return self.page_size * (self.kv_bytes_per_token + self.mtp_kv_bytes_per_token)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one request's recurrent state."""
+        return self.architecture.state_bytes_per_row(self.ssm_dtype)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of one slot's replay and convolution rings."""
+        return self.architecture.ring_bytes_per_slot(self.dtype, self.replay_len, self.max_window)
+
+    @property
+    def request_bytes(self) -> int:
+        """Bytes that a running request takes beside its pages."""
+        return self.state_bytes + self.ring_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of the pools with no request: the null page, the null slot's rings, the null and
+        the zero state row, and one zero entry of each ring."""
+        zero_entries = sum(
+            spec.ring_bytes(self.dtype, 1, 1) for spec in self.architecture.linear_layers
+        )
+        return self.page_bytes + self.ring_bytes + 2 * self.state_bytes + zero_entries
+
+    def pool_bytes(self, *, num_requests: int, num_pages: int) -> int:
+        """Bytes of pools for `num_requests` running requests that share `num_pages` pages."""
+        return self.fixed_bytes + num_requests * self.request_bytes + num_pages * self.page_bytes
+
+    def num_pages(self, limit_len: int) -> int:
+        """Pages that a request of `limit_len` tokens, prompt and output, holds at its end.
+
+        `CacheManager.num_pages_at_limit` gives out that many; the derivation is in `cache/pages`.
+        """
+        return -(-(limit_len + self.max_window - 2) // self.page_size)
+
+    def longest_request(self, num_pages: int) -> int:
+        """Most tokens, prompt and output, of a request that holds `num_pages` pages."""
+        return num_pages * self.page_size + 2 - self.max_window
+
+
+def mtp_layer(spec: Architecture) -> LayerSpec:
+    """The layer that MTP layers are built like: the model's first with full attention."""
+    return next(layer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec))
+
+
+def num_active_parameters(spec: Architecture) -> int:
+    """Weights that one token uses: all but those of the experts that it is not routed to."""
+    idle = sum(
+        (layer.mlp.num_experts - layer.mlp.num_active) * 3 * layer.mlp.intermediate_size
+        for layer in spec.layers
+        if isinstance(layer.mlp, MoeSpec)
+    )
+    return spec.num_parameters - idle * spec.hidden_size
+
+
+def num_mtp_parameters(spec: Architecture) -> int:
+    """Weights of the MTP layers and of the merge before them; embedding and head are the trunk's.
+
+    The merge takes two vectors to one, with a norm of each of them and one behind the layers.
+    """
+    if not spec.num_mtp_layers:
+        return 0
+    d, layer = spec.hidden_size, mtp_layer(spec)
+    per_layer = layer.mixer.num_parameters(d) + layer.mlp.num_parameters(d) + 2 * d
+    return 2 * d * d + 3 * d + spec.num_mtp_layers * per_layer
+
+
+def _num_acc_parameters(spec: Architecture, layer: LayerSpec) -> int:
+    """Weights of a layer that are kept in the accumulation type: norms, decays, their biases."""
+    mixer, norms = layer.mixer, 2 * spec.hidden_size
+    if isinstance(mixer, LinearSpec):
+        return norms + 2 * mixer.num_value_heads + mixer.value_dim
+    return norms + (2 * mixer.head_dim if mixer.has_qk_norm else 0)

@@ -1,0 +1,69 @@
+"""Sparse mixture-of-experts feed-forward block."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gapless.core.architecture import MlpSpec
+from gapless.layers.linear import Linear
+from gapless.layers.mlp import GatedMlp
+from gapless.ops.moe import mix_experts, route
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from torch import Tensor
+
+    from gapless.core.architecture import MoeSpec
+    from gapless.layers.placement import Placement
+
+
+class SparseMlp:
+    """Weighted sum of the chosen experts, plus `sigmoid(gate(x)) * shared(x)`."""
+
+    def __init__(self, hidden_size: int, spec: MoeSpec, place: Placement) -> None:
+        self._spec = spec
+        # the router and the shared block's gate read the same input: one product
+        self._gates = Linear(hidden_size, spec.num_experts + (1 if spec.shared_size else 0), place)
+        size = spec.intermediate_size
+        self._gate_up = place.weight(spec.num_experts, 2 * size, hidden_size)
+        self._down = place.weight(spec.num_experts, hidden_size, size)
+        self._shared: GatedMlp | None = None
+        if spec.shared_size:
+            self._shared = GatedMlp(hidden_size, MlpSpec(spec.shared_size), place)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map `[T, D]` to `[T, D]`."""
+        gates = self._gates(x)
+        weights, experts = route(
+            gates[:, : self._spec.num_experts],
+            self._spec.num_active,
+            renormalises=self._spec.renormalises,
+        )
+        out = mix_experts(x, weights, experts, self._gate_up, self._down)
+        if self._shared is not None:
+            out = out + self._shared(x) * gates[:, self._spec.num_experts :].sigmoid()
+        return out
+
+    def targets(self, prefix: str, stored_names: Collection[str]) -> dict[str, Tensor]:
+        """Checkpoint names and where they go; experts as the files have them, fused or split."""
+        num_experts = self._spec.num_experts
+        parts = {"gate": num_experts}
+        found: dict[str, Tensor] = {}
+        if self._shared is not None:
+            parts["shared_expert_gate"] = 1
+            found |= self._shared.targets(f"{prefix}shared_expert.")
+        found |= self._gates.targets(prefix, parts)
+        fused = {
+            f"{prefix}experts.gate_up_proj": self._gate_up,
+            f"{prefix}experts.down_proj": self._down,
+        }
+        if any(name in stored_names for name in fused):
+            return found | fused
+        for expert in range(num_experts):
+            gate, up = self._gate_up[expert].chunk(2)
+            name = f"{prefix}experts.{expert}."
+            found[f"{name}gate_proj.weight"] = gate
+            found[f"{name}up_proj.weight"] = up
+            found[f"{name}down_proj.weight"] = self._down[expert]
+        return found

@@ -1,0 +1,102 @@
+"""Sparse mixture of experts; the definition, and the CPU path.
+
+    p = softmax(x W_router^T),  chosen = top-k of p,  y = sum_{e chosen} p_e expert_e(x)
+    expert_e(x) = down_e(silu(gate_e(x)) * up_e(x))
+
+(Shazeer et al. 2017, "Outrageously Large Neural Networks", equation 1, with the softmax taken
+before the choice.)
+
+Rows are independent: none reads another, so whatever lies in a padded row, NaN too, stays there.
+A kernel that groups rows by expert must keep that, and may route padded rows to no expert. Each
+row sums its experts in ascending id, whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# chosen experts over all experts up to which copying each token's matrices is cheaper than running
+# every expert; measured on CPUs with 8 to 512 experts, where the two meet between 0.4 and 2
+GATHERED_SHARE = 0.5
+
+
+def route(
+    logits: Tensor,  # [T, E]
+    num_active: int,  # k
+    *,
+    renormalises: bool,
+) -> tuple[Tensor, Tensor]:  # weights [T, k] acc dtype, experts [T, k] int64
+    """Choose the k most probable experts of every token, most probable first.
+
+    Probabilities are a softmax over all experts in acc dtype, at least float32; with
+    `renormalises` the weights are divided by their sum. Ties go to the lowest id. Ids are below E
+    in every row, also where logits are NaN.
+    """
+    acc = torch.promote_types(logits.dtype, torch.float32)
+    # a top-k would leave the order of ties open
+    weights, experts = logits.to(acc).softmax(-1).sort(dim=-1, descending=True, stable=True)
+    weights, experts = weights[:, :num_active], experts[:, :num_active]
+    if renormalises:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, experts
+
+
+def mix_experts(
+    x: Tensor,  # [T, D]
+    weights: Tensor,  # [T, k] acc dtype
+    experts: Tensor,  # [T, k] int64, distinct in each row
+    gate_up: Tensor,  # [E, 2 I, D], gate first
+    down: Tensor,  # [E, D, I]
+) -> Tensor:  # [T, D] in x's dtype
+    """Return the weighted sum of every token's chosen experts, rounded once, at the end.
+
+    An expert that was not chosen adds nothing, also where its output is infinite.
+    """
+    num_chosen, num_experts = experts.numel(), gate_up.shape[0]
+    mix = mix_gathered if num_chosen <= GATHERED_SHARE * num_experts else mix_dense
+    return mix(x, weights, experts, gate_up, down)
+
+
+def mix_gathered(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
+    """`mix_experts` with the matrices of every token's experts copied: for few tokens."""
+    ascending, order = experts.sort(dim=-1)
+    chosen = ascending.view(-1)
+    rows = x.repeat_interleave(experts.shape[1], 0)[..., None]
+    projected = torch.bmm(gate_up.index_select(0, chosen), rows)
+    hidden = _gated(projected.squeeze(-1))
+    outputs = torch.bmm(down.index_select(0, chosen), hidden[..., None])
+    weighted = outputs.view(*experts.shape, -1) * weights.gather(1, order)[..., None]
+    total, *others = weighted.unbind(1)
+    for term in others:
+        total = total + term
+    return total.to(x.dtype)
+
+
+def mix_dense(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """`mix_experts` with every expert run on every token: for many tokens."""
+    num_experts = gate_up.shape[0]
+    shape = (x.shape[0], num_experts)
+    weight_of = weights.new_zeros(shape).scatter_(1, experts, weights)
+    is_chosen = torch.zeros(shape, dtype=torch.bool, device=x.device).scatter_(
+        1, experts, value=True
+    )
+    out = weights.new_zeros(x.shape)
+    for expert in range(num_experts):
+        output = F.linear(_gated(F.linear(x, gate_up[expert])), down[expert])
+        term = output * weight_of[:, expert, None]
+        # selected, not multiplied: zero times infinity is NaN
+        out += term.masked_fill_(~is_chosen[:, expert, None], 0.0)
+    return out.to(x.dtype)
+
+
+def _gated(projected: Tensor) -> Tensor:  # [N, 2 I] -> [N, I]
+    gate, up = projected.chunk(2, dim=-1)
+    return F.silu(gate) * up

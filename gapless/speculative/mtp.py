@@ -1,0 +1,96 @@
+"""Drafting with the checkpoint's own multi-token-prediction layer.
+
+Its KV at index p is a function of (hidden[p - 1], token[p]); index 0 does not exist. `read_window`
+is the *extend* stage: it fills the indices of a window, at every depth, since the hidden states are
+gone afterwards. `draft` goes on from there, feeding the layer its own hidden state.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from gapless.layers.batch import AttentionBatch
+from gapless.ops.step_metadata import kv_entries
+from gapless.speculative.drafter import Drafts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from gapless.attention.backend import AttentionBackend
+    from gapless.layers.batch import LayerMemory
+    from gapless.models.decoder import Decoder
+    from gapless.models.mtp import MtpHead
+    from gapless.speculative.drafter import Frontier, Outcome, PromptChunk, SampleAt
+
+# the first index of the layer's KV that exists
+FIRST_INDEX = 1
+
+
+class MtpDrafter:
+    """Proposes a chain: the extend pass gives the first draft, each further pass one more."""
+
+    def __init__(
+        self,
+        trunk: Decoder,
+        head: MtpHead,
+        memory: Sequence[LayerMemory],
+        *,
+        backend: AttentionBackend,
+        page_table: Tensor,
+        page_size: int,
+        num_drafts: int,
+    ) -> None:
+        self.num_drafts = num_drafts
+        self._trunk = trunk
+        self._head = head
+        self._memory = memory
+        self._backend = backend
+        self._page_table = page_table
+        self._page_size = page_size
+
+    def read_prompt(self, chunk: PromptChunk) -> Tensor:
+        """Fill the chunk's KV; return the layer's hidden states [S, D] at the sampled tokens."""
+        hidden = self._head.forward(
+            self._trunk, chunk.next_ids, chunk.hidden, self._memory, chunk.shifted
+        )
+        return hidden.index_select(0, chunk.last_token)
+
+    def read_window(self, outcome: Outcome) -> Tensor:
+        """Fill the window's KV; return the layer's hidden states [B, D] at the newest tokens."""
+        rows, width = outcome.tokens.shape
+        index = torch.arange(FIRST_INDEX, width + FIRST_INDEX, device=outcome.tokens.device)
+        positions = outcome.seq_lens[:, None] + index
+        batch = self._batch(outcome.slots, positions, outcome.kv_len)
+        hidden = self._head.forward(
+            self._trunk, outcome.tokens.reshape(-1), outcome.hidden, self._memory, batch
+        )
+        newest = (outcome.lens - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[1])
+        return hidden.view(rows, width, -1).gather(1, newest)[:, 0]
+
+    def draft(self, frontier: Frontier, carry: Tensor, sample: SampleAt) -> Drafts:
+        """Propose `num_drafts` tokens for every row."""
+        hidden, position = carry, frontier.seq_lens
+        drafts: list[Tensor] = []
+        for depth in range(self.num_drafts):
+            if depth:
+                batch = self._batch(frontier.slots, position[:, None], frontier.kv_len)
+                hidden = self._head.forward(
+                    self._trunk, drafts[-1], hidden, self._memory, batch
+                )
+            position = position + 1
+            drafts.append(sample(self._trunk.logits(hidden), position))
+        counts = torch.full_like(frontier.seq_lens, self.num_drafts)
+        return Drafts(torch.stack(drafts, dim=1), counts)
+
+    def _batch(self, slots: Tensor, positions: Tensor, kv_len: int) -> AttentionBatch:
+        return AttentionBatch(
+            positions=positions.view(-1),
+            kv_write=kv_entries(self._page_table, slots, positions, self._page_size),
+            attention=self._backend.plan_window(
+                slots, positions, self._page_table, kv_len=kv_len, first=FIRST_INDEX
+            ),
+        )

@@ -1,0 +1,189 @@
+"""Mistakes that are easy to make in a model, planted: the comparison with transformers sees each.
+
+Each is tried with the weights that show it better: transformers' own initialization hides some, and
+scaled weights hide the place of an epsilon.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from gapless.layers import attention, delta_net, moe
+from gapless.layers.norm import RmsNorm
+from gapless.ops import moe as moe_ops
+from gapless.ops.norm import rms_norm
+from tests.models.comparison import Case, assert_served_right, token_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from tests.models.driver import TeacherForced
+
+Patch = pytest.MonkeyPatch
+
+
+def _flat_rows(patch: Patch) -> None:
+    patch.setattr(delta_net.GatedDeltaNet, "_ungroup_rows", lambda self: None)
+
+
+def _swapped_b_and_a(patch: Patch) -> None:
+    honest = delta_net.GatedDeltaNet.finalize
+
+    def finalize(self: delta_net.GatedDeltaNet) -> None:
+        honest(self)
+        rows = self._in_proj.weight[-2 * self._spec.num_value_heads :]
+        rows.copy_(rows.roll(self._spec.num_value_heads, 0))
+
+    patch.setattr(delta_net.GatedDeltaNet, "finalize", finalize)
+
+
+def _tiled_key_heads(patch: Patch) -> None:
+    """Give value head j the key head j % H instead of j // (HV / H)."""
+
+    def tiled(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, *rest: Any, **named: Any
+                 ) -> Tensor:  # fmt: skip
+            axis, heads, values = beta.ndim - 1, q.shape[-2], v.shape[-2]
+            # the honest op pairs place i with key head i // (HV / H): put the heads that would
+            # be tiled to it there
+            order = torch.arange(values).view(-1, heads).t().reshape(-1)
+            v, beta, g = (x.index_select(axis, order) for x in (v, beta, g))
+            return op(q, k, v, beta, g, *rest, **named).index_select(axis, order.argsort())
+
+        return call
+
+    for name in ("replay_window", "chunk_prefill"):
+        patch.setattr(delta_net, name, tiled(getattr(delta_net, name)))
+
+
+def _no_convolution_silu(patch: Patch) -> None:
+    honest = delta_net.causal_conv
+    patch.setattr(
+        delta_net, "causal_conv", lambda *args, activation: honest(*args, activation="none")
+    )
+
+
+def _gate_before_norm(patch: Patch) -> None:
+    def gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, activation: str) -> Tensor:
+        return rms_norm(x * torch.nn.functional.silu(gate), weight, eps)
+
+    patch.setattr(delta_net, "gated_rms_norm", gated)
+
+
+def _tiny_l2norm_eps(patch: Patch) -> None:
+    patch.setattr(delta_net, "L2NORM_EPS", 1e-12)
+
+
+def _interleaved_rotary(patch: Patch) -> None:
+    """Pair channels 2 i and 2 i + 1 instead of i and i + rotary_dim / 2."""
+    honest = attention.apply_rotary
+
+    def apply(x: Tensor, rows: Tensor) -> Tensor:
+        size = rows.shape[1]
+        order = torch.arange(size).view(-1, 2).t().reshape(-1)
+        turned = torch.cat([x[..., order], x[..., size:]], -1)
+        out = honest(turned, rows)
+        return torch.cat([out[..., order.argsort()], out[..., size:]], -1)
+
+    patch.setattr(attention, "apply_rotary", apply)
+
+
+def _gates_behind_all_queries(patch: Patch) -> None:
+    honest = attention.Attention.finalize
+
+    def finalize(self: attention.Attention) -> None:
+        rows = self._in_proj.weight[: 2 * self._q_size]
+        flat = rows.clone()
+        honest(self)
+        rows.copy_(flat.roll(self._q_size, 0))
+
+    patch.setattr(attention.Attention, "finalize", finalize)
+
+
+def _plain_norms(patch: Patch) -> None:
+    patch.setattr(RmsNorm, "finalize", lambda self: None)
+
+
+def _weights_not_renormalised(patch: Patch) -> None:
+    honest = moe.route
+    patch.setattr(moe, "route", lambda *args, renormalises: honest(*args, renormalises=False))
+
+
+def _weights_renormalised(patch: Patch) -> None:
+    honest = moe.route
+    patch.setattr(moe, "route", lambda *args, renormalises: honest(*args, renormalises=True))
+
+
+def _shared_expert_not_gated(patch: Patch) -> None:
+    honest = moe.SparseMlp.__call__
+
+    def call(self: moe.SparseMlp, x: Tensor) -> Tensor:
+        assert self._shared is not None
+        gate = self._gates(x)[:, self._spec.num_experts :].sigmoid()
+        return honest(self, x) + self._shared(x) * (1 - gate)
+
+    patch.setattr(moe.SparseMlp, "__call__", call)
+
+
+def _up_before_gate(patch: Patch) -> None:
+    honest = moe_ops.reference._gated
+    patch.setattr(
+        moe_ops.reference, "_gated", lambda x: honest(torch.cat(x.chunk(2, -1)[::-1], -1))
+    )
+
+
+_scaled = partial(Case, dtype="float64", scaled=True)
+_default = partial(Case, dtype="float32", scaled=False)
+
+MUTATIONS: list[tuple[Callable[[Patch], None], Case]] = [
+    (_flat_rows, _scaled("qwen3_next")),
+    (_swapped_b_and_a, _scaled("qwen3_next")),
+    (_swapped_b_and_a, _scaled("qwen3_5")),
+    (_tiled_key_heads, _scaled("qwen3_5")),
+    (_no_convolution_silu, _scaled("qwen3_5")),
+    (_gate_before_norm, _scaled("qwen3_5")),
+    (_tiny_l2norm_eps, _default("qwen3_5")),
+    (_interleaved_rotary, _scaled("qwen3_5")),
+    (_interleaved_rotary, _scaled("llama")),
+    (_gates_behind_all_queries, _scaled("qwen3_5")),
+    (_plain_norms, _scaled("qwen3_next")),
+    (_weights_not_renormalised, _scaled("qwen3_next")),
+    (_weights_not_renormalised, _scaled("qwen3_5_moe")),
+    (_weights_renormalised, _scaled("qwen3_moe")),
+    (_shared_expert_not_gated, _scaled("qwen3_5_moe")),
+    (_up_before_gate, _scaled("qwen3_moe")),
+]
+ALONE = sorted({case for _, case in MUTATIONS}, key=str)
+
+
+def _compare(serve: Callable[[Case], TeacherForced], case: Case) -> None:
+    forced = serve(case)
+    forced.prefill((0, token_ids()[0][:25], 0))
+    for token in token_ids()[0][25:30]:
+        forced.decode({0: token})
+    assert_served_right(forced, case, slot=0)
+
+
+@pytest.mark.parametrize("case", ALONE, ids=str)
+def test_control(serve: Callable[[Case], TeacherForced], case: Case) -> None:
+    _compare(serve, case)
+
+
+@pytest.mark.parametrize(
+    ("plant", "case"), MUTATIONS, ids=lambda p: getattr(p, "__name__", str(p)).strip("_")
+)
+def test_mistake_is_seen(
+    serve: Callable[[Case], TeacherForced],
+    monkeypatch: Patch,
+    plant: Callable[[Patch], None],
+    case: Case,
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match="logits differ"):
+        _compare(serve, case)
