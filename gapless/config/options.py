@@ -40,6 +40,13 @@ class EngineOptions:
     """Tokens per KV page; default 16."""
     linear_replayssm_cache_len: int | None = None
     """Tokens between two writes of a recurrent state (L); 1 writes it every step; default 16."""
+    speculative_algorithm: Literal["auto", "mtp", "ngram", "none"] = "auto"
+    """Where drafts come from: the checkpoint's MTP layer, or a look-up in the request's own text;
+    auto: mtp where the checkpoint has its weights."""
+    speculative_num_steps: int | None = None
+    """Tokens drafted per step, 0 to 15; 0 decodes plainly. Default 3 with a drafter."""
+    speculative_simulate_acceptance: float | None = None
+    """Mean tokens per step to pretend, for benchmarks with --load-format dummy."""
     num_threads: int | None = None
     """Threads of the CPU device; default: as torch is set up."""
     seed: int | None = None

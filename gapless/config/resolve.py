@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from gapless.config.options import EngineOptions
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# tokens that one step adds to a row at most; 1 is plain decoding
-PLAIN_WINDOW = 1
+# tokens drafted per step where nothing else is asked for, and at most
+DEFAULT_DRAFTS = 3
+MOST_DRAFTS = 15
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Config:
     replay_len: int  # L
     max_window: int  # W_max
     num_threads: int
+    drafter: str  # "none", "mtp" or "ngram"
+    simulated_acceptance: float | None
     buckets: tuple[int, ...]
     """Batch sizes that decode steps are padded to, ascending; the last is max_running_requests."""
 
@@ -55,17 +58,25 @@ def resolve(
     architecture: Architecture,
     checkpoint_dtype: str | None,
     device: DeviceInfo,
+    *,
+    has_mtp_weights: bool,
 ) -> Config:
     """Decide every setting.
 
     Args:
         checkpoint_dtype: type the checkpoint declares for its weights, if it does.
+        has_mtp_weights: whether the checkpoint's MTP layer can be loaded.
 
     Raises:
         ConfigError: an option is out of range, has no effect on this model or device, or does
             not fit the memory.
     """
-    footprint = resolve_footprint(options, architecture, checkpoint_dtype, device)
+    drafter, num_drafts = _drafting(options, architecture, has_mtp_weights=has_mtp_weights)
+    footprint = replace(
+        resolve_footprint(options, architecture, checkpoint_dtype, device),
+        max_window=1 + num_drafts,
+        uses_mtp=drafter == "mtp",
+    )
     on_gpu = device.kind == "cuda"
     max_running = _choose(
         "max_running_requests", options.max_running_requests, 256 if on_gpu else 64
@@ -91,6 +102,8 @@ def resolve(
         replay_len=footprint.replay_len,
         max_window=footprint.max_window,
         num_threads=_choose("num_threads", options.num_threads, device.num_threads),
+        drafter=drafter,
+        simulated_acceptance=options.speculative_simulate_acceptance,
         buckets=batch_buckets(max_running),
     )
 
@@ -101,7 +114,7 @@ def resolve_footprint(
     checkpoint_dtype: str | None,
     device: DeviceInfo,
 ) -> Footprint:
-    """Decide what sizes in memory depend on, but for the number of requests and pages.
+    """Decide what sizes in memory depend on, but for requests, pages and drafts: the window is 1.
 
     Raises:
         ConfigError: an option is out of range, or has no effect on this model or device.
@@ -116,8 +129,72 @@ def resolve_footprint(
         ssm_dtype=_ssm_dtype(options, architecture, dtype),
         page_size=_choose("page_size", options.page_size, 16),
         replay_len=_choose("linear_replayssm_cache_len", options.linear_replayssm_cache_len, 16),
-        max_window=PLAIN_WINDOW,
+        max_window=1,
     )
+
+
+def _drafting(
+    options: EngineOptions, architecture: Architecture, *, has_mtp_weights: bool
+) -> tuple[str, int]:
+    """Decide the drafter and how many tokens it drafts per step."""
+    asked, num_steps = options.speculative_algorithm, options.speculative_num_steps
+    _check_drafting(options)
+    drafter: str = asked
+    if asked == "auto":
+        drafter = "mtp" if has_mtp_weights and num_steps != 0 else "none"
+        found = "has" if has_mtp_weights else "has no"
+        logger.info("speculative_algorithm = %s (the checkpoint %s MTP weights)", drafter, found)
+    if drafter == "mtp" and not has_mtp_weights:
+        raise ConfigError(
+            f"speculative_algorithm=mtp: this checkpoint of {architecture.model_type} has no MTP "
+            "weights (mtp.fc.weight, mtp.norm.weight, mtp.layers.0.*); use "
+            "speculative_algorithm=ngram, or a checkpoint that has them"
+        )
+    if drafter == "mtp" and architecture.num_mtp_layers != 1:
+        raise ConfigError(
+            f"speculative_algorithm=mtp: the model has {architecture.num_mtp_layers} MTP layers, "
+            "one is supported; use speculative_algorithm=ngram or none"
+        )
+    if drafter == "none":
+        if num_steps:
+            raise ConfigError(
+                f"speculative_num_steps={num_steps} has no effect without a drafter; use "
+                "speculative_algorithm=ngram, or leave it out"
+            )
+        if options.speculative_simulate_acceptance is not None:
+            raise ConfigError(
+                "speculative_simulate_acceptance has no effect without a drafter; leave it out"
+            )
+        return drafter, 0
+    return drafter, _choose("speculative_num_steps", num_steps, DEFAULT_DRAFTS)
+
+
+def _check_drafting(options: EngineOptions) -> None:
+    asked, num_steps = options.speculative_algorithm, options.speculative_num_steps
+    if num_steps is not None and (
+        isinstance(num_steps, bool)
+        or not isinstance(num_steps, int)
+        or not 0 <= num_steps <= MOST_DRAFTS
+    ):
+        raise ConfigError(f"speculative_num_steps={num_steps!r}: want 0 to {MOST_DRAFTS}")
+    if asked in ("mtp", "ngram") and num_steps == 0:
+        raise ConfigError(
+            f"speculative_algorithm={asked} drafts nothing with speculative_num_steps=0; leave out "
+            "the one or the other"
+        )
+    wanted = options.speculative_simulate_acceptance
+    if wanted is None:
+        return
+    if options.load_format != "dummy":
+        raise ConfigError(
+            "speculative_simulate_acceptance changes the tokens: it is for benchmarks with "
+            "load_format=dummy only"
+        )
+    most = 1 + (DEFAULT_DRAFTS if num_steps is None else num_steps)
+    if not isinstance(wanted, (int, float)) or not 1 <= wanted <= most:
+        raise ConfigError(
+            f"speculative_simulate_acceptance={wanted!r}: want 1 to {most} tokens per step"
+        )
 
 
 def memory_budget(options: EngineOptions, device: DeviceInfo) -> int:
@@ -169,7 +246,7 @@ def _check_ranges(options: EngineOptions) -> None:
     ):
         raise ConfigError(f"mem_fraction={fraction!r}: want a number above 0 and at most 1")
     hints = get_type_hints(EngineOptions)
-    for name in ("load_format", "device", "dtype", "ssm_dtype"):
+    for name in ("load_format", "device", "dtype", "ssm_dtype", "speculative_algorithm"):
         value, allowed = _field(options, name), get_args(hints[name])
         if value not in allowed:
             raise ConfigError(f"{name}={value!r}: want one of {', '.join(allowed)}")
@@ -275,7 +352,7 @@ def _size_pool(
         return num_pages, longest
     needed = fixed + footprint.num_pages(max_model_len) * footprint.page_bytes
     raise ConfigError(
-        f"one request of {max_model_len} tokens needs {needed / 2**20:.0f} MiB with weights and "
-        f"state, the budget is {budget / 2**20:.0f} MiB; raise mem_fraction, or lower "
+        f"one request of {max_model_len} tokens needs {needed / 2**20:.1f} MiB with weights and "
+        f"state, the budget is {budget / 2**20:.1f} MiB; raise mem_fraction, or lower "
         "max_model_len or max_running_requests"
     )

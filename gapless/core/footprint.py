@@ -29,7 +29,9 @@ class Footprint:
     ssm_dtype: str
     page_size: int
     replay_len: int  # L
-    max_window: int  # W_max; above 1 the model's MTP layers are in use, where it has some
+    max_window: int  # W_max
+    uses_mtp: bool = True
+    """Whether a window above 1 is drafted by the model's MTP layers, where it has some."""
 
     @property
     def acc_dtype(self) -> str:
@@ -39,7 +41,7 @@ class Footprint:
     @property
     def has_mtp(self) -> bool:
         """Whether MTP layers are loaded and keep KV."""
-        return self.max_window > 1 and self.architecture.num_mtp_layers > 0
+        return self.uses_mtp and self.max_window > 1 and self.architecture.num_mtp_layers > 0
 
     @property
     def weight_bytes(self) -> int:

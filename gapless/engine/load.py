@@ -17,13 +17,17 @@ from gapless.errors import BackendUnavailable
 from gapless.layers.placement import Placement
 from gapless.models.checkpoint import resolve_checkpoint, weight_files
 from gapless.models.loader import dummy_weights, load_weights, stored_tensors, text_prefix
+from gapless.models.mtp import MTP_PREFIX, MTP_RULE, MtpHead
 from gapless.models.registry import model_module, read_architecture
 from gapless.runner.device import make_device, num_positions
 from gapless.runner.runner import Runner
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gapless.config.options import EngineOptions
     from gapless.models.decoder import Decoder
+    from gapless.models.loader import IgnoreRule
 
 logger = logging.getLogger(__name__)
 
@@ -47,38 +51,62 @@ def load(options: EngineOptions) -> LoadedModel:
         checkpoint = resolve_checkpoint(options.model, revision=options.revision)
     hf = read_hf_config(checkpoint)
     architecture = read_architecture(hf)
-    config = resolve(options, architecture, hf.dtype, device_info(options))
+    weights = _find_weights(options, checkpoint)
+    has_mtp = architecture.num_mtp_layers > 0 and (
+        weights is None or any(name.startswith(MTP_PREFIX) for name in weights.names)
+    )
+    config = resolve(options, architecture, hf.dtype, device_info(options), has_mtp_weights=has_mtp)
     if config.device == "cpu":
         torch.set_num_threads(config.num_threads)
     dtype: torch.dtype = vars(torch)[config.dtype]
     place = Placement(torch.device(config.device), dtype)
-    model = _load_model(options, checkpoint, hf, place, config)
-    runner = Runner(make_device(model, config, place), config)
+    module = model_module(hf.model_type)
+    model: Decoder = module.build(architecture, place, num_positions=num_positions(config))
+    mtp = MtpHead(architecture, place) if config.drafter == "mtp" else None
+    _fill(model, mtp, weights, module.ignore_rules(architecture), options.seed or 0)
+    runner = Runner(make_device(model, mtp, config, place), config)
     return LoadedModel(checkpoint, hf, config, runner)
 
 
-def _load_model(
-    options: EngineOptions, checkpoint: Path, hf: HfConfig, place: Placement, config: Config
-) -> Decoder:
-    module = model_module(hf.model_type)
-    architecture = read_architecture(hf)
-    files = weight_files(checkpoint) if options.load_format == "safetensors" else []
-    stored_names = {text_prefix(tensor.name) for tensor in stored_tensors(files)}
-    model: Decoder = module.build(architecture, place, num_positions=num_positions(config))
-    targets = model.targets(stored_names)
+@dataclass(frozen=True)
+class _Weights:
+    """Weight files and the canonical names of what they hold."""
+
+    files: list[Path]
+    names: frozenset[str]
+
+
+def _find_weights(options: EngineOptions, checkpoint: Path) -> _Weights | None:
+    """Look into the files' headers; None where weights are made up."""
     if options.load_format == "dummy":
+        return None
+    files = weight_files(checkpoint)
+    return _Weights(files, frozenset(text_prefix(t.name) for t in stored_tensors(files)))
+
+
+def _fill(
+    model: Decoder,
+    mtp: MtpHead | None,
+    weights: _Weights | None,
+    rules: Sequence[IgnoreRule],
+    seed: int,
+) -> None:
+    """Load a model's weights, or make them up, and derive what follows from them."""
+    names = weights.names if weights is not None else frozenset()
+    targets = model.targets(names)
+    if mtp is not None:
+        targets |= mtp.targets(names)
+        rules = [rule for rule in rules if rule != MTP_RULE]
+    if weights is None:
         logger.warning("weights are made up (load_format=dummy): the text means nothing")
-        dummy_weights(targets, options.seed or 0)
+        dummy_weights(targets, seed)
     else:
-        ignore = module.ignore_rules(architecture)
-        report = load_weights(files, targets, canonical=text_prefix, ignore=ignore)
-        logger.info(
-            "loaded %d tensors, %.1f MiB, from %s",
-            report.num_tensors, report.num_bytes / 2**20, checkpoint,
-        )  # fmt: skip
+        report = load_weights(weights.files, targets, canonical=text_prefix, ignore=rules)
+        logger.info("loaded %d tensors, %.1f MiB", report.num_tensors, report.num_bytes / 2**20)
     with torch.no_grad():
         model.finalize()
-    return model
+        if mtp is not None:
+            mtp.finalize()
 
 
 def device_info(options: EngineOptions) -> DeviceInfo:

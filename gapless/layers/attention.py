@@ -48,7 +48,9 @@ class Attention:
         self._qk_norm = place.acc_weight(spec.num_heads + spec.num_kv_heads, spec.head_dim)
         self._unit = torch.ones(spec.head_dim, dtype=place.acc_dtype, device=place.device)
 
-    def __call__(self, x: Tensor, rotary: Tensor, memory: LayerMemory, batch: AttentionBatch) -> Tensor:
+    def __call__(
+        self, x: Tensor, rotary: Tensor, memory: LayerMemory, batch: AttentionBatch
+    ) -> Tensor:
         """Attend `[T, D]` to `[T, D]`, writing this forward's keys and values into the pages."""
         assert isinstance(memory, Tensor), "an attention layer's memory is a KV pool"
         spec, tokens = self._spec, x.shape[0]

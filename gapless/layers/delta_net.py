@@ -81,9 +81,11 @@ class GatedDeltaNet:
         out = gated_rms_norm(
             out.reshape(heads), gate.reshape(heads), self._norm, self._eps, activation="silu"
         )
-        return self._out_proj(out.view(x.shape[0], -1))
+        return self._out_proj(out.reshape(x.shape[0], -1))
 
-    def _convolve(self, mixed: Tensor, memory: LinearMemory, batch: WindowBatch | PrefillBatch) -> Tensor:
+    def _convolve(
+        self, mixed: Tensor, memory: LinearMemory, batch: WindowBatch | PrefillBatch
+    ) -> Tensor:
         ring = memory.conv_ring
         if isinstance(batch, WindowBatch):
             ring.index_copy_(0, batch.conv_write, mixed)

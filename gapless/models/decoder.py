@@ -60,7 +60,9 @@ class DecoderLayer:
         self._input_norm = RmsNorm(hidden_size, eps, place, is_zero_centred=is_zero_centred)
         self._mlp_norm = RmsNorm(hidden_size, eps, place, is_zero_centred=is_zero_centred)
 
-    def __call__(self, x: Tensor, rotary: Tensor, memory: LayerMemory, batch: AttentionBatch) -> Tensor:
+    def __call__(
+        self, x: Tensor, rotary: Tensor, memory: LayerMemory, batch: AttentionBatch
+    ) -> Tensor:
         """Map `[T, D]` to `[T, D]`."""
         normed = self._input_norm(x)
         if self._attention is not None:
@@ -126,13 +128,23 @@ class Decoder:
         )
         self._rotary = _rotary(architecture, num_positions, place)
 
-    def forward(self, token_ids: Tensor, memory: Sequence[LayerMemory], batch: AttentionBatch) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, memory: Sequence[LayerMemory], batch: AttentionBatch
+    ) -> Tensor:
         """Run `token_ids` [T] and return their post-final-norm hidden states [T, D]."""
-        x = F.embedding(token_ids, self._embedding)
-        rotary = self._rotary.index_select(0, batch.positions)
+        x = self.embed(token_ids)
+        rotary = self.rotary_at(batch.positions)
         for layer, layer_memory in zip(self._layers, memory, strict=True):
             x = layer(x, rotary, layer_memory, batch)
         return self._norm(x)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Return the embeddings [T, D] of `token_ids` [T]."""
+        return F.embedding(token_ids, self._embedding)
+
+    def rotary_at(self, positions: Tensor) -> Tensor:
+        """Return the rotary table's rows at `positions` [T]."""
+        return self._rotary.index_select(0, positions)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Project `[N, D]` to vocabulary logits `[N, V]`, float32 or more."""

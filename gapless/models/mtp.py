@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gapless.core.architecture import AttentionSpec
+from gapless.core.footprint import mtp_layer
 from gapless.layers.linear import Linear
 from gapless.layers.norm import RmsNorm
-from gapless.models.decoder import Decoder, DecoderLayer, Loadable
+from gapless.models.decoder import DecoderLayer, Loadable
+from gapless.models.loader import IgnoreRule
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from gapless.core.architecture import Architecture
     from gapless.layers.batch import AttentionBatch, LayerMemory
     from gapless.layers.placement import Placement
+    from gapless.models.decoder import Decoder
+
+
+MTP_PREFIX = "mtp."
+MTP_RULE = IgnoreRule(r"mtp\..*", "MTP tensors: speculation is off")
 
 
 class MtpHead:
@@ -30,7 +36,7 @@ class MtpHead:
 
     def __init__(self, spec: Architecture, place: Placement) -> None:
         size, eps = spec.hidden_size, spec.norm_eps
-        layer = next(s for s in reversed(spec.layers) if isinstance(s.mixer, AttentionSpec))
+        layer = mtp_layer(spec)
         self._merge = Linear(2 * size, size, place)
         self._norms = {
             name: RmsNorm(size, eps, place, is_zero_centred=True)

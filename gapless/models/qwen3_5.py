@@ -17,16 +17,13 @@ from gapless.core.architecture import (
     Recurrence,
 )
 from gapless.errors import ModelError
-from gapless.layers.linear import Linear
-from gapless.layers.norm import RmsNorm
-from gapless.models.decoder import Decoder, DecoderLayer, Loadable, head_rules
+from gapless.models.decoder import Decoder, head_rules
 from gapless.models.feed_forward import dense_mlps
 from gapless.models.loader import IgnoreRule
+from gapless.models.mtp import MTP_RULE
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    from torch import Tensor
+    from collections.abc import Sequence
 
     from gapless.config.hf import HfConfig
     from gapless.layers.placement import Placement
@@ -90,42 +87,10 @@ def build(spec: Architecture, place: Placement, *, num_positions: int) -> Decode
     return Decoder(spec, place, num_positions=num_positions, is_zero_centred=True)
 
 
-class MtpLayer:
-    """Weights of the multi-token-prediction layer: one full-attention layer behind a merge of the
-    next token's embedding with the trunk's hidden state. Embedding and head are the trunk's."""
-
-    def __init__(self, spec: Architecture, place: Placement) -> None:
-        size, eps = spec.hidden_size, spec.norm_eps
-        attention = next(s for s in spec.layers if isinstance(s.mixer, AttentionSpec))
-        self._merge = Linear(2 * size, size, place)
-        self._norms = {
-            name: RmsNorm(size, eps, place, is_zero_centred=True)
-            for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-        }
-        self._layers = [
-            DecoderLayer(size, attention, place, eps=eps, is_zero_centred=True)
-            for _ in range(spec.num_mtp_layers)
-        ]
-
-    def targets(self, stored_names: Collection[str]) -> dict[str, Tensor]:
-        """Checkpoint names and the tensors they fill, see `Decoder.targets`."""
-        found = {f"mtp.{name}.weight": norm.weight for name, norm in self._norms.items()}
-        found["mtp.fc.weight"] = self._merge.weight
-        for index, layer in enumerate(self._layers):
-            found |= layer.targets(f"mtp.layers.{index}.", stored_names)
-        return found
-
-    def finalize(self) -> None:
-        """Derive what is derived from weights, once, after loading."""
-        parts: list[Loadable] = [*self._norms.values(), *self._layers]
-        for part in parts:
-            part.finalize()
-
-
 def ignore_rules(spec: Architecture) -> list[IgnoreRule]:
     """Tensors that are recognised and not loaded."""
     return [
         *head_rules(spec),
         IgnoreRule(r"model\.visual\..*", "vision tensors: text only is served"),
-        IgnoreRule(r"mtp\..*", "MTP tensors: speculation is off"),
+        MTP_RULE,
     ]

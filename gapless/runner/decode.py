@@ -1,4 +1,4 @@
-"""The decode step: verify, then accept, over a bucket of rows; one graph."""
+"""The decode step: verify, accept, extend, draft, over a bucket of rows; one graph."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import numpy as np
 from gapless.config.resolve import Config, bucket_for
 from gapless.layers.batch import WindowBatch
 from gapless.ops.step_metadata import StepConstants, WindowIndices, window_indices
-from gapless.runner.device import Device, Emitted, Verified, accept
+from gapless.runner.accept import Accepted, Verified, accept, draft, sampling_mode
 from gapless.runner.graphs import GraphRunner
 from gapless.runner.inputs import Upload
 from gapless.runner.stages import Stage
+from gapless.speculative.drafter import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gapless.core.plan import DecodeRow, PageEntry, StepPlan
+    from gapless.ops.sampling import SamplingMode
+    from gapless.runner.device import Device
+    from gapless.speculative.drafter import Drafter
 
 # graphs are keyed by how far rows may reach, in steps of this many tokens
 KV_LEN_STEP = 64
@@ -32,8 +36,8 @@ class DecodeKey:
 
     num_rows: int  # batch rows, padding included
     window: int  # W
-    kv_len: int  # bound of every row's length, window included
-    all_greedy: bool
+    kv_len: int  # bound of the positions that the step reaches, drafting included
+    mode: SamplingMode
 
     @property
     def tokens(self) -> int:
@@ -65,12 +69,13 @@ class DecodeRunner:
         graph.launch()
 
     def _key(self, plan: StepPlan) -> DecodeKey:
-        reach = plan.max_seq_len + self._window
+        # verify reaches W positions past the committed length, the drafts after it W - 1 more
+        reach = plan.max_seq_len + 2 * self._window - 1
         return DecodeKey(
             num_rows=bucket_for(len(plan.decode), self._buckets),
             window=self._window,
             kv_len=min(-(-reach // KV_LEN_STEP) * KV_LEN_STEP, self._kv_len_limit),
-            all_greedy=all(row.request.params.is_greedy for row in plan.decode),
+            mode=sampling_mode(row.request.params for row in plan.decode),
         )
 
     def _arrays(
@@ -96,12 +101,19 @@ class DecodeRunner:
 
     def _stages(self, key: DecodeKey) -> list[Stage]:
         inputs = self._upload.send(self._arrays(key, (), ()))
-        return [
+        stages = [
             Stage("verify", lambda _: self._verify(key, inputs)),
-            Stage("accept", lambda verified: self._accept(key, verified)),
+            Stage("accept", lambda verified: self._accept(key, *verified)),
         ]
+        drafter = self._device.drafter
+        if drafter is not None:
+            stages += [
+                Stage("extend", lambda settled: self._extend(key, drafter, *settled)),
+                Stage("draft", lambda extended: self._draft(key, drafter, *extended)),
+            ]
+        return stages
 
-    def _verify(self, key: DecodeKey, inputs: Mapping[str, Tensor]) -> Verified:
+    def _verify(self, key: DecodeKey, inputs: Mapping[str, Tensor]) -> tuple[Verified, Tensor]:
         """Run the target model over the windows, writing KV and rings at their positions."""
         device = self._device
         table = device.table
@@ -111,11 +123,42 @@ class DecodeRunner:
             inputs["slots"], table.columns, device.geometry, self._constants, window=key.window
         )
         tokens = table.window_tokens.index_select(0, indices.slots)[:, : key.window].reshape(-1)
-        batch = self._batch(key, indices)
-        hidden = device.model.forward(tokens, device.memory, batch)
+        hidden = device.model.forward(tokens, device.memory, self._batch(key, indices))
         assert hidden.shape[0] == key.tokens, "decode rows == batch"
         logits = device.model.logits(hidden)
-        return Verified(indices.slots, indices.seq_lens, indices.fold_len, logits)
+        return Verified(indices.slots, indices.seq_lens, indices.fold_len, logits), hidden
+
+    def _accept(
+        self, key: DecodeKey, verified: Verified, hidden: Tensor
+    ) -> tuple[Verified, Tensor, Accepted]:
+        """Settle what the step emits."""
+        accepted = accept(self._device, verified, key.mode)
+        self._emitted[: key.num_rows, 0].copy_(accepted.lens)
+        self._emitted[: key.num_rows, 1 : 1 + key.window].copy_(accepted.tokens)
+        return verified, hidden, accepted
+
+    def _extend(
+        self,
+        key: DecodeKey,
+        drafter: Drafter,
+        verified: Verified,
+        hidden: Tensor,
+        accepted: Accepted,
+    ) -> tuple[Accepted, Tensor]:
+        """Let the drafter take in the window while its hidden states are there."""
+        outcome = Outcome(
+            slots=verified.slots,
+            seq_lens=verified.seq_lens,
+            lens=accepted.lens,
+            tokens=accepted.tokens,
+            hidden=hidden,
+            kv_len=key.kv_len,
+        )
+        return accepted, drafter.read_window(outcome)
+
+    def _draft(self, key: DecodeKey, drafter: Drafter, accepted: Accepted, carry: Tensor) -> None:
+        """Propose the next windows."""
+        draft(self._device, drafter, accepted, carry, kv_len=key.kv_len, mode=key.mode)
 
     def _batch(self, key: DecodeKey, indices: WindowIndices) -> WindowBatch:
         device = self._device
@@ -131,9 +174,3 @@ class DecodeRunner:
             conv_write=indices.conv_write,
             conv_taps=indices.conv_taps,
         )
-
-    def _accept(self, key: DecodeKey, verified: Verified) -> Emitted:
-        emitted = accept(self._device, verified, all_greedy=key.all_greedy)
-        self._emitted[: key.num_rows, 0].copy_(emitted.lens)
-        self._emitted[: key.num_rows, 1 : 1 + key.window].copy_(emitted.tokens)
-        return emitted

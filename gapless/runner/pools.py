@@ -14,6 +14,7 @@ from gapless.core.architecture import (
     conv_ring_capacity,
     ring_capacity,
 )
+from gapless.core.footprint import mtp_layer
 from gapless.errors import UnsupportedModel
 from gapless.layers.batch import LayerMemory, LinearMemory
 from gapless.ops.linear_replay import ReplayMemory
@@ -55,6 +56,15 @@ def make_memory(
         else _linear_memory(layer.mixer, geometry, place, ssm_dtype)
         for layer in architecture.layers
     ]
+
+
+def make_mtp_memory(
+    architecture: Architecture, geometry: Geometry, place: Placement
+) -> list[LayerMemory]:
+    """Allocate the KV pools of the MTP layers, addressed by the same pages."""
+    mixer = mtp_layer(architecture).mixer
+    assert isinstance(mixer, AttentionSpec), "an MTP layer attends"
+    return [_kv_pool(mixer, geometry, place) for _ in range(architecture.num_mtp_layers)]
 
 
 def _kv_pool(spec: AttentionSpec, geometry: Geometry, place: Placement) -> Tensor:

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gapless.layers.batch import PrefillBatch
+from gapless.layers.batch import AttentionBatch, PrefillBatch
 from gapless.ops.linear_chunk import ChunkIndices, plan_chunks
-from gapless.runner.device import Device, Verified, accept
+from gapless.runner.accept import Verified, accept, draft, sampling_mode
 from gapless.runner.inputs import Upload
 from gapless.runner.slot_table import admission_arrays
+from gapless.speculative.drafter import PromptChunk
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from gapless.config.resolve import Config
     from gapless.core.plan import PrefillSegment
     from gapless.ops.step_metadata import Geometry
+    from gapless.runner.device import Device
 
 # tokens whose intra-chunk terms are solved together in the linear layers
 CHUNK_LEN = 64
@@ -51,7 +53,7 @@ def lay_out(
     slots = np.repeat([s.slot for s in segments], lengths)
     starts = np.repeat([s.start for s in segments], lengths)
     ends = np.repeat([s.end for s in segments], lengths)
-    kv_read = [_entries(s, geometry) for s in segments]
+    entries = [_entries(s, geometry) for s in segments]
     kv_bounds = np.concatenate([[0], np.cumsum([s.end for s in segments])])
 
     order, active, gather, scatter = plan_chunks(lengths, CHUNK_LEN)
@@ -62,8 +64,16 @@ def lay_out(
         "token_ids": np.concatenate([s.request.token_ids[s.start : s.end] for s in segments]),
         "successors": np.concatenate([_successors(s) for s in segments]),
         "positions": positions,
-        "kv_write": np.concatenate([e[s.start :] for s, e in zip(segments, kv_read, strict=True)]),
-        "kv_read": np.concatenate(kv_read),
+        "slot_of_token": slots,
+        "kv_write": np.concatenate(
+            [e[s.start : s.end] for s, e in zip(segments, entries, strict=True)]
+        ),
+        "kv_read": np.concatenate([e[: s.end] for s, e in zip(segments, entries, strict=True)]),
+        # a drafter's KV stands one position later, and begins at 1
+        "shifted_write": np.concatenate(
+            [e[s.start + 1 :] for s, e in zip(segments, entries, strict=True)]
+        ),
+        "shifted_read": np.concatenate([e[1:] for e in entries]),
         "gather": gather,
         "scatter": scatter,
         "init_rows": np.array([s.state_row if s.start else geometry.zero_row for s in ordered]),
@@ -93,9 +103,10 @@ def _successors(segment: PrefillSegment) -> list[int]:
 
 
 def _entries(segment: PrefillSegment, geometry: Geometry) -> np.ndarray:
-    """KV entries of positions `0 .. end` of a segment's request."""
-    position = np.arange(segment.end)
-    pages = np.array(segment.pages, np.int64)
+    """KV entries of positions 0 to `end`, both included, of a segment's request."""
+    position = np.arange(segment.end + 1)
+    # without drafts no page needs to exist for the token that is sampled
+    pages = np.array([*segment.pages, geometry.null_page], np.int64)
     return (
         pages[position // geometry.page_size] * geometry.page_size + position % geometry.page_size
     )
@@ -135,9 +146,9 @@ class PrefillRunner:
         width = device.geometry.conv_width
         pages = device.geometry.num_pages + device.num_page_columns
         entries = config.num_pages * config.page_size
-        per_token = 6 + width + 2
+        per_token = 8 + width + 2
         per_segment = CHUNK_LEN + width + 32
-        elements = tokens * per_token + segments * per_segment + 2 * pages + entries + 1024
+        elements = tokens * per_token + segments * per_segment + 2 * pages + 2 * entries + 1024
         self._upload = Upload(8 * elements, device.device)
         self.prompt_logprobs = torch.zeros(tokens, dtype=torch.float64, device=device.device)
 
@@ -152,15 +163,55 @@ class PrefillRunner:
         )
         if any(s.request.wants_prompt_logprobs for s in segments):
             self._score(hidden, inputs["successors"])
+        self._settle(segments, layout, inputs, hidden)
+
+    def _settle(
+        self,
+        segments: tuple[PrefillSegment, ...],
+        layout: PrefillLayout,
+        inputs: Mapping[str, Tensor],
+        hidden: Tensor,
+    ) -> None:
+        """Sample the first tokens, and let the drafter take in the chunk and propose."""
+        device = self._device
         sampled = [s.request for s in segments if s.is_last]
+        mode = sampling_mode(request.params for request in sampled)
+        next_ids = inputs["successors"]
+        accepted = None
         if sampled:
             end = inputs["sampled_end"]
             logits = device.model.logits(hidden.index_select(0, inputs["last_token"]))
             # the prompt's last token is a window of one: it commits, and the sample follows it
-            verified = Verified(inputs["sampled_slots"], end - 1, end, logits)
-            greedy = all(request.params.is_greedy for request in sampled)
-            emitted = accept(device, verified, all_greedy=greedy)
-            self._first_tokens[: len(sampled)].copy_(emitted.tokens[:, 0])
+            accepted = accept(device, Verified(inputs["sampled_slots"], end - 1, end, logits), mode)
+            self._first_tokens[: len(sampled)].copy_(accepted.newest)
+            next_ids = next_ids.index_copy(0, inputs["last_token"], accepted.newest)
+        if device.drafter is not None:
+            carry = device.drafter.read_prompt(self._chunk(layout, inputs, next_ids, hidden))
+            if accepted is not None:
+                kv_len = max(s.end for s in segments) + device.geometry.max_window
+                draft(device, device.drafter, accepted, carry, kv_len=kv_len, mode=mode)
+
+    def _chunk(
+        self,
+        layout: PrefillLayout,
+        inputs: Mapping[str, Tensor],
+        next_ids: Tensor,
+        hidden: Tensor,
+    ) -> PromptChunk:
+        backend = self._device.backend
+        return PromptChunk(
+            slots=inputs["slot_of_token"],
+            positions=inputs["positions"],
+            token_ids=inputs["token_ids"],
+            next_ids=next_ids,
+            hidden=hidden,
+            shifted=AttentionBatch(
+                positions=inputs["positions"] + 1,
+                kv_write=inputs["shifted_write"],
+                attention=backend.plan_prefill(inputs["shifted_read"], layout.segments),
+            ),
+            last_token=inputs["last_token"],
+        )
 
     def _batch(self, layout: PrefillLayout, inputs: Mapping[str, Tensor]) -> PrefillBatch:
         return PrefillBatch(

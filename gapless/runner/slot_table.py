@@ -40,6 +40,7 @@ class SlotTable:
             page_table=column(geometry.null_page, num_page_columns),
         )
         self.window_tokens = column(0, geometry.max_window)
+        self.num_drafts = column(0)
         self.limit_len = column(0)
         self.min_len = column(0)
         self.stop_ids = column(-1, MAX_STOP_IDS)

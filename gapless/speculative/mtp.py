@@ -78,9 +78,7 @@ class MtpDrafter:
         for depth in range(self.num_drafts):
             if depth:
                 batch = self._batch(frontier.slots, position[:, None], frontier.kv_len)
-                hidden = self._head.forward(
-                    self._trunk, drafts[-1], hidden, self._memory, batch
-                )
+                hidden = self._head.forward(self._trunk, drafts[-1], hidden, self._memory, batch)
             position = position + 1
             drafts.append(sample(self._trunk.logits(hidden), position))
         counts = torch.full_like(frontier.seq_lens, self.num_drafts)

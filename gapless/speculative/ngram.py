@@ -24,7 +24,9 @@ class NgramDrafter:
     Longer matches are preferred. Keeps each slot's tokens on the device, by position.
     """
 
-    def __init__(self, *, num_slots: int, num_positions: int, num_drafts: int, device: torch.device):
+    def __init__(
+        self, *, num_slots: int, num_positions: int, num_drafts: int, device: torch.device
+    ):
         """Args: num_positions: positions that a step may name, drafts included."""
         self.num_drafts = num_drafts
         self._num_positions = num_positions

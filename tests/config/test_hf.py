@@ -81,6 +81,7 @@ def test_absent_and_null_take_the_default_or_none(tmp_path: Path) -> None:
         ("integer", -1, "at least 0"),
         ("integer", None, "integer"),
         ("optional_integer", [64], "integer"),
+        ("integers", 1, "list of integers"),
         ("number", "0.1", "number"),
         ("number", False, "number"),
         ("number", {"__float__": "NaN"}, "finite number"),

@@ -10,6 +10,7 @@ from torch import Tensor
 from gapless.core.architecture import MoeSpec
 from gapless.layers.moe import SparseMlp
 from gapless.layers.placement import Placement
+from gapless.runner.syncs import forbid_syncs
 
 D = 12
 PLACE = Placement(torch.device("cpu"), torch.float64)
@@ -82,6 +83,15 @@ def test_fused_and_split_names_fill_the_same_weights(spec: MoeSpec) -> None:
 def test_targets_cover_all_weights(spec: MoeSpec, stored: tuple[str, ...]) -> None:
     targets = SparseMlp(D, spec, PLACE).targets("m.", stored)
     assert sum(target.numel() for target in targets.values()) == spec.num_parameters(D)
+
+
+@SPECS
+@pytest.mark.parametrize("tokens", [1, 11])
+def test_nothing_waits_for_the_device(spec: MoeSpec, tokens: int) -> None:
+    block, _ = make(spec)
+    x = torch.randn(tokens, D, dtype=torch.float64)
+    with forbid_syncs():
+        block(x)
 
 
 @pytest.mark.parametrize("tokens", [2, 11])

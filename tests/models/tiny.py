@@ -199,13 +199,14 @@ def hub_style(
     (architecture,) = text.pop("architectures")
     if has_mtp:
         text |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+    wrapper_type = text["model_type"].removesuffix("_text")
     wrapper = {
         "architectures": [architecture.replace("CausalLM", "ConditionalGeneration")],
-        "model_type": "qwen3_5",
+        "model_type": wrapper_type,
         "image_token_id": 250,
         "tie_word_embeddings": text["tie_word_embeddings"],
         "text_config": text,
-        "vision_config": {"model_type": "qwen3_5_vision", "depth": 2, "hidden_size": 8},
+        "vision_config": {"model_type": f"{wrapper_type}_vision", "depth": 2, "hidden_size": 8},
     }
     (target / "config.json").write_text(json.dumps(wrapper, indent=2))
     save_sharded(weights, target, num_shards)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gapless.ops.sampling import SamplingRows, gumbel_noise, sample
+from gapless.ops.sampling import SamplingMode, SamplingRows, gumbel_noise, sample
 from gapless.ops.sampling.philox import philox
 
 ONES = 0xFFFFFFFF
@@ -123,7 +123,7 @@ def test_samples_have_the_exact_distribution(options: dict[str, float]) -> None:
     logits = torch.tensor([0.3, 1.0, -1.0, 1.0, 0.2, -0.4, 2.0, 0.9, -2.0])
     wanted = exact(logits.double().numpy(), **options)
     rows = make_rows(num_draws, **options)
-    ids = sample(logits.expand(num_draws, -1), torch.arange(num_draws) % 50, rows, all_greedy=False)
+    ids = sample(logits.expand(num_draws, -1), torch.arange(num_draws) % 50, rows, mode=SamplingMode.SAMPLED)
     counts = np.bincount(ids.numpy(), minlength=len(wanted))
     kept = wanted > 0
     assert counts[~kept].sum() == 0
@@ -140,7 +140,7 @@ def test_filters_keep_what_the_naive_ones_keep(options: dict[str, float]) -> Non
     rows = make_rows(40, **options)
     # a token with a share of 0.05 stays away from 250 draws three times in a million
     for position in range(250):
-        ids = sample(logits, torch.full((40,), position), rows, all_greedy=False)
+        ids = sample(logits, torch.full((40,), position), rows, mode=SamplingMode.SAMPLED)
         seen[torch.arange(40), ids] = True
     for row in range(40):
         wanted = exact(logits[row].numpy(), **options)
@@ -151,7 +151,7 @@ def test_filters_keep_what_the_naive_ones_keep(options: dict[str, float]) -> Non
 def test_ties_at_a_threshold_are_all_kept() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0]]).expand(300, -1)
     for options in ({"top_k": 2.0}, {"top_p": 0.4}, {"min_p": 1.0}):
-        ids = sample(logits, torch.arange(300), make_rows(300, **options), all_greedy=False)
+        ids = sample(logits, torch.arange(300), make_rows(300, **options), mode=SamplingMode.SAMPLED)
         assert set(ids.tolist()) == {1, 2, 4}
 
 
@@ -163,25 +163,25 @@ def test_row_does_not_depend_on_the_batch() -> None:
         temperature=torch.tensor([1.0, 0.0, 0.7, 2.0, 1.0, 0.0]),
         min_p=torch.tensor([0.0, 0.1, 0.0, 0.2, 0.05, 0.0]),
     )
-    together = sample(logits, positions, rows, all_greedy=False)
+    together = sample(logits, positions, rows, mode=SamplingMode.SAMPLED)
     for index in ([0], [4, 2], [5, 4, 3, 2, 1, 0]):
-        part = sample(logits[index], positions[index], take(rows, index), all_greedy=False)
+        part = sample(logits[index], positions[index], take(rows, index), mode=SamplingMode.SAMPLED)
         assert torch.equal(part, together[index])
     poisoned = logits.clone()
     poisoned[3] = float("nan")
     kept = [0, 1, 2, 4, 5]
-    after = sample(poisoned, positions, rows, all_greedy=False)
+    after = sample(poisoned, positions, rows, mode=SamplingMode.SAMPLED)
     assert torch.equal(after[kept], together[kept])
 
 
-@pytest.mark.parametrize("all_greedy", [True, False])
+@pytest.mark.parametrize("mode", list(SamplingMode))
 @pytest.mark.parametrize("vocab_size", [7, 5001])
-def test_greedy_ties_go_to_the_lowest_id(vocab_size: int, all_greedy: bool) -> None:
+def test_greedy_ties_go_to_the_lowest_id(vocab_size: int, mode: SamplingMode) -> None:
     logits = torch.randn(30, vocab_size)
     ties = torch.stack([torch.randperm(vocab_size)[:3] for _ in range(30)])
     logits.scatter_(1, ties, 9.0)
     rows = make_rows(30, temperature=0.0)
-    ids = sample(logits, torch.arange(30), rows, all_greedy=all_greedy)
+    ids = sample(logits, torch.arange(30), rows, mode=mode)
     assert torch.equal(ids, ties.min(1).values)
 
 
@@ -192,7 +192,7 @@ def test_stop_ids_are_masked_below_the_minimum_length(temperature: float) -> Non
         make_rows(3, temperature=temperature, min_len=10),
         stop_ids=torch.tensor([[1, 3] + [-1] * 6] * 3),
     )
-    ids = sample(logits, torch.tensor([9, 10, 3]), rows, all_greedy=temperature == 0)
+    ids = sample(logits, torch.tensor([9, 10, 3]), rows, mode=SamplingMode.GREEDY if temperature == 0 else SamplingMode.SAMPLED)
     assert ids.tolist() == [4, 1, 4]
 
 
@@ -201,5 +201,5 @@ def test_unused_stop_ids_touch_no_logit() -> None:
     logits = torch.tensor([[0.0, 0.0, 9.0], [9.0, 0.0, 0.0]])
     before = logits.clone()
     rows = make_rows(2, temperature=0.0, min_len=100)
-    assert sample(logits, torch.tensor([1, 1]), rows, all_greedy=True).tolist() == [2, 0]
+    assert sample(logits, torch.tensor([1, 1]), rows, mode=SamplingMode.GREEDY).tolist() == [2, 0]
     assert torch.equal(logits, before)

@@ -7,6 +7,7 @@ sample of p (the Gumbel-max trick) that depends on nothing else in the batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NEG_INF = float("-inf")
+
+
+class SamplingMode(Enum):
+    """How much of sampling a batch needs: the host's word about all of its rows."""
+
+    ARGMAX = "argmax"  # no temperature, no minimum length
+    GREEDY = "greedy"  # no temperature
+    SAMPLED = "sampled"
 
 
 @dataclass(frozen=True)
@@ -37,18 +46,19 @@ def sample(
     positions: Tensor,  # [N] int64: position that the sampled token will occupy
     rows: SamplingRows,
     *,
-    all_greedy: bool,
+    mode: SamplingMode,
 ) -> Tensor:  # [N] int64
     """Return one token id per row; ties go to the lowest id.
 
     Stop ids are masked below the minimum length. Then, for rows with a temperature: division by
     it, top-k, top-p of what top-k left, min-p, each keeping every token at its threshold, Gumbel
-    noise, argmax. `all_greedy` is the host's word that no row has a temperature.
+    noise, argmax. `mode` leaves out what no row needs.
     """
-    logits = _mask_stop_ids(logits, positions, rows)
+    if mode is not SamplingMode.ARGMAX:
+        logits = _mask_stop_ids(logits, positions, rows)
     # argmax returns the first maximum of a row
     greedy = logits.argmax(-1)
-    if all_greedy:
+    if mode is not SamplingMode.SAMPLED:
         return greedy
     is_greedy = rows.temperature == 0
     scaled = logits / rows.temperature.masked_fill(is_greedy, 1.0).to(logits.dtype)[:, None]

@@ -9,4 +9,11 @@ from gapless.ops.step_metadata.reference import (
     window_indices,
 )
 
-__all__ = ["Geometry", "SlotColumns", "StepConstants", "WindowIndices", "kv_entries", "window_indices"]
+__all__ = [
+    "Geometry",
+    "SlotColumns",
+    "StepConstants",
+    "WindowIndices",
+    "kv_entries",
+    "window_indices",
+]

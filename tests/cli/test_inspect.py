@@ -1,0 +1,424 @@
+"""`gapless inspect`: its bytes are those that are allocated, and what it says to fit does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+
+from gapless import EngineOptions
+from gapless.assets import demo_checkpoint
+from gapless.cache.manager import CacheManager
+from gapless.cli.inspect import Room, fit, human, parse_size
+from gapless.config.hf import read_hf_config
+from gapless.config.resolve import DeviceInfo, resolve, resolve_footprint
+from gapless.core.architecture import Architecture, LayerSpec, MlpSpec, MoeSpec
+from gapless.core.footprint import Footprint, mtp_layer, num_active_parameters
+from gapless.errors import ConfigError
+from gapless.layers.placement import Placement
+from gapless.models.registry import model_module, read_architecture
+from gapless.runner.pools import make_geometry, make_memory
+from tests.models import tiny
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from tests.cli.conftest import Run
+
+# float32 is the default on the device that tests have
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"dtype": "bfloat16", "page_size": 3, "linear_replayssm_cache_len": 1},
+    {"dtype": "float64", "page_size": 64, "linear_replayssm_cache_len": 5},
+    {"dtype": "bfloat16", "ssm_dtype": "bfloat16", "max_running_requests": 5},
+]
+LINEAR_OPTIONS = {"ssm_dtype", "linear_replayssm_cache_len"}
+
+
+def write_config(name: str, directory: Path, **changes: Any) -> Path:
+    """Write the config of a tiny model, and nothing else, into a directory."""
+    model = tiny.MODELS[name]
+    config = getattr(transformers, model.config_class)(**model.options)
+    config.save_pretrained(directory)
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return directory
+
+
+def describe(directory: Path) -> Architecture:
+    return read_architecture(read_hf_config(directory))
+
+
+def pool_bytes(spec: Architecture, config: Any) -> int:
+    """Allocate the pools for a config and count them, without taking the memory."""
+    place = Placement(torch.device("meta"), vars(torch)[config.dtype])
+    geometry = make_geometry(spec, config)
+    memory = make_memory(spec, geometry, place, vars(torch)[config.ssm_dtype])
+    return num_bytes(t for layer in memory for t in tensors(layer))
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for part in vars(value).values() for t in tensors(part)]
+
+
+def num_bytes(found: Iterable[torch.Tensor]) -> int:
+    return sum(t.nbytes for t in found)
+
+
+def flags(options: dict[str, Any]) -> list[str]:
+    return [
+        word
+        for key, value in options.items()
+        for word in (f"--{key.replace('_', '-')}", str(value))
+    ]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_bytes_are_those_of_the_pools(
+    run: Run, tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
+    spec = describe(write_config(name, tmp_path))
+    if not spec.linear_layers:
+        options = {key: value for key, value in options.items() if key not in LINEAR_OPTIONS}
+    done = run("inspect", str(tmp_path), "--json", "--num-drafts", "4", *flags(options))
+    found = json.loads(done.out)["sizes"]
+    assert [sizes["num_drafts"] for sizes in found] == [0, 4]
+    device = DeviceInfo("cpu", 2**30, num_threads=1)
+    config = resolve(EngineOptions.from_dict(options), spec, None, device)
+    for sizes in found:
+        assert sizes["page_bytes"] == config.page_size * sizes["kv_bytes_per_token"]
+        for rows, pages in ((1, 1), (config.max_running_requests, 7)):
+            sized = replace(
+                config,
+                max_running_requests=rows,
+                num_pages=pages,
+                max_window=1 + sizes["num_drafts"],
+            )
+            assert pool_bytes(spec, sized) == (
+                sizes["fixed_bytes"]
+                + rows * (sizes["state_bytes_per_request"] + sizes["ring_bytes_per_request"])
+                + pages * sizes["page_bytes"]
+            )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_bytes_are_those_of_the_weights(tmp_path: Path, name: str, device: str, dtype: str) -> None:
+    spec = describe(write_config(name, tmp_path))
+    footprint = make_footprint(spec, device=device, dtype=dtype)
+    # what lies on no CPU is laid out as on a GPU
+    place = Placement(torch.device("cpu" if device == "cpu" else "meta"), vars(torch)[dtype])
+    model = model_module(spec.model_type).build(spec, place, num_positions=3)
+    found = list(model.targets(()).values())
+    if model._head is not model._embedding and spec.ties_embeddings:
+        found.append(model._head)
+    by_dtype = {str(t.dtype).removeprefix("torch."): 0 for t in found}
+    for tensor in found:
+        by_dtype[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
+    assert footprint.weight_bytes_by_dtype == by_dtype
+    assert footprint.weight_bytes == num_bytes(found)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_mtp_layers_count_when_drafts_do(run: Run, tmp_path: Path, name: str) -> None:
+    from gapless.models.mtp import MtpHead
+
+    write_config(name, tmp_path, mtp_num_hidden_layers=2)
+    spec = describe(tmp_path)
+    done = run("inspect", str(tmp_path), "--json", "--num-drafts", "3", "--dtype", "bfloat16")
+    found = json.loads(done.out)
+    plain, speculative = found["sizes"]
+    place = Placement(torch.device("cpu"), torch.bfloat16)
+    layers = MtpHead(spec, place).targets(())
+    added = speculative["weight_bytes"] - plain["weight_bytes"]
+    assert added == num_bytes(layers.values())
+    assert found["model"]["mtp_parameters"] == sum(t.numel() for t in layers.values())
+    assert plain["mtp_kv_bytes_per_token"] == 0
+    # each keeps KV as one more attention layer would
+    options = EngineOptions(dtype="bfloat16", max_running_requests=2)
+    config = resolve(options, spec, None, DeviceInfo("cpu", 2**30, num_threads=1))
+    config = replace(config, max_window=4, num_pages=3)
+    grown = replace(spec, layers=(*spec.layers, mtp_layer(spec), mtp_layer(spec)))
+    assert pool_bytes(grown, config) == (
+        speculative["fixed_bytes"]
+        + 2 * (speculative["state_bytes_per_request"] + speculative["ring_bytes_per_request"])
+        + 3 * speculative["page_bytes"]
+    )
+
+
+def make_footprint(spec: Architecture, **changes: Any) -> Footprint:
+    settings = {
+        "device": "cpu", "dtype": "bfloat16", "ssm_dtype": "float32", "page_size": 3,
+        "replay_len": 5, "max_window": 1,
+    }  # fmt: skip
+    return Footprint(architecture=spec, **{**settings, **changes})
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+@pytest.mark.parametrize("limit_len", [2, 3, 4, 5, 64])
+def test_pages_of_a_request_are_those_the_scheduler_needs(
+    tmp_path: Path, window: int, limit_len: int
+) -> None:
+    footprint = make_footprint(describe(write_config("qwen3_5", tmp_path)), max_window=window)
+    manager = CacheManager(num_pages=1, page_size=3, num_state_rows=1, max_window=window)
+    pages = manager.num_pages_at_limit(limit_len)
+    assert footprint.num_pages(limit_len) == pages
+    longest = footprint.longest_request(pages)
+    assert manager.num_pages_at_limit(longest) == pages
+    assert manager.num_pages_at_limit(longest + 1) == pages + 1
+
+
+@pytest.mark.parametrize("max_running", [None, 3, 400])
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3"])
+def test_what_fits_fits_and_no_more(
+    tmp_path: Path, name: str, window: int, max_running: int | None
+) -> None:
+    spec = describe(write_config(name, tmp_path, max_position_embeddings=5000))
+    footprint = make_footprint(spec, max_window=window)
+    budget, full = 12 * 2**20, 5000
+    found = fit(footprint, Room(budget, budget, full, max_running))
+    config = resolve(
+        EngineOptions(dtype="bfloat16", page_size=3, max_model_len=8), spec, None,
+        DeviceInfo("cpu", 2**30, num_threads=1),
+    )  # fmt: skip
+    config = replace(config, replay_len=5, max_window=window)
+
+    def total(requests: int, length: int) -> int:
+        rows = requests if max_running is None else max_running
+        pages = requests * footprint.num_pages(length)
+        sized = replace(config, max_running_requests=rows, num_pages=pages)
+        return footprint.weight_bytes + pool_bytes(spec, sized)
+
+    assert list(found.requests) == [5000, 4096]
+    for length, requests in found.requests.items():
+        assert total(requests, length) <= budget or requests == 0
+        assert requests <= (max_running or requests)
+        assert requests == max_running or total(requests + 1, length) > budget
+    longest = found.largest_context
+    assert 0 <= longest <= full
+    if longest:
+        assert total(1, longest) <= budget
+    if longest < full:
+        assert total(1, max(2, longest + 1)) > budget
+
+
+def test_too_little_memory_fits_nothing(run: Run) -> None:
+    done = run("inspect", "--memory", "1MB", "--json")
+    for sizes in json.loads(done.out)["sizes"]:
+        assert sizes["requests"] == {"4096": 0}
+        assert sizes["largest_context"] == 0
+
+
+def test_largest_context_is_what_the_engine_chooses(run: Run, tmp_path: Path) -> None:
+    spec = describe(write_config("qwen3_5", tmp_path))
+    options = {"max_running_requests": 2, "mem_fraction": 0.75}
+    footprint = make_footprint(spec, dtype="float32", page_size=16, replay_len=16)
+    # not for the model's 512 tokens
+    wanted = footprint.weight_bytes + footprint.pool_bytes(num_requests=2, num_pages=20)
+    memory = int(wanted / 0.75) + 2
+    done = run("inspect", str(tmp_path), "--json", "--memory", str(memory), *flags(options))
+    (largest, _) = (sizes["largest_context"] for sizes in json.loads(done.out)["sizes"])
+    device = DeviceInfo("cpu", memory, num_threads=1)
+    config = resolve(EngineOptions.from_dict(options), spec, None, device)
+    assert config.max_model_len == largest == 321
+
+
+@pytest.mark.parametrize("free", [1_000_000, 1_300_000, 5_000_000])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_tied", "qwen3"])
+def test_the_engine_fills_its_budget_exactly(tmp_path: Path, name: str, free: int) -> None:
+    spec = describe(write_config(name, tmp_path))
+    options = EngineOptions(mem_fraction=1.0, max_running_requests=4)
+    device = DeviceInfo("cpu", free, num_threads=1)
+    footprint = resolve_footprint(options, spec, None, device)
+    try:
+        config = resolve(options, spec, None, device)
+    except ConfigError:
+        rows = footprint.pool_bytes(num_requests=4, num_pages=1)
+        assert footprint.weight_bytes + rows > free
+        return
+    total = footprint.weight_bytes + pool_bytes(spec, config)
+    assert total <= free
+    useful = 4 * footprint.num_pages(spec.max_position)
+    assert config.num_pages == useful or total + footprint.page_bytes > free
+
+
+def test_active_parameters_leave_out_idle_experts(tmp_path: Path) -> None:
+    spec = describe(write_config("qwen3_5", tmp_path))
+    assert num_active_parameters(spec) == spec.num_parameters
+    layers = tuple(
+        LayerSpec(layer.mixer, MoeSpec(8, 3, 40, 48, renormalises=True) if i else layer.mlp)
+        for i, layer in enumerate(spec.layers)
+    )
+    sparse = replace(spec, layers=layers)
+    # three experts and the shared one together, the shared one's gate and the router
+    used = tuple(
+        LayerSpec(layer.mixer, MlpSpec(3 * 40 + 48) if i else layer.mlp)
+        for i, layer in enumerate(spec.layers)
+    )
+    gates = 3 * (8 + 1) * spec.hidden_size
+    expected = replace(spec, layers=used).num_parameters + gates
+    assert num_active_parameters(sparse) == expected < sparse.num_parameters
+
+
+def test_bundled_model(run: Run) -> None:
+    done = run("inspect", "--memory", "1GiB", "--page-size", "8")
+    assert (done.status, done.err) == (0, "")
+    lines = [" ".join(line.split()) for line in done.out.splitlines()]
+    for line in (
+        "layers 6 gated delta, 2 full attention, 1 MTP",
+        "parameters 7,107,504; 886,144 more for MTP",
+        "context 4,096 tokens",
+        "page of 8 tokens 16.0 KiB 24.0 KiB",
+        "replay ring entries 18 24",
+        "In 512.0 MiB of 1.0 GiB, with state rows and rings for as many requests as run:",
+        "requests of 4,096 tokens, the full length 55 37",
+    ):
+        assert line in lines
+
+
+def test_sizes_with_drafts_can_be_left_out(run: Run) -> None:
+    done = run("inspect", "--num-drafts", "0")
+    assert done.status == 0
+    assert "drafts" not in done.out
+    assert "MTP KV" not in done.out
+    assert "2 drafts" in run("inspect", "--num-drafts", "2").out
+
+
+def test_directory_and_bare_config_say_the_same(run: Run, tmp_path: Path) -> None:
+    write_config("qwen3", tmp_path / "model")
+    elsewhere = tmp_path / "other.json"
+    elsewhere.write_text((tmp_path / "model" / "config.json").read_text())
+    outputs = []
+    for argv in ((str(tmp_path / "model"),), (str(elsewhere),), ("--model", str(elsewhere))):
+        done = run("inspect", *argv, "--memory", "1GiB", "--json")
+        found = json.loads(done.out)
+        outputs.append((found, found["model"].pop("config")))
+    assert [path.rpartition("/")[2] for _, path in outputs] == [
+        "config.json", "other.json", "other.json"
+    ]  # fmt: skip
+    assert outputs[0][0] == outputs[1][0] == outputs[2][0]
+    assert outputs[0][0]["model"]["layers"] == {"full attention": 4}
+    text = run("inspect", str(elsewhere)).out
+    assert "recurrent" not in text
+    assert "rings, per" not in text
+
+
+def test_multimodal_wrapper(run: Run, tmp_path: Path) -> None:
+    text = json.loads((write_config("qwen3_5", tmp_path / "text") / "config.json").read_text())
+    wrapper = {
+        "model_type": "qwen3_5",
+        "text_config": text | {"mtp_num_hidden_layers": 1},
+        "vision_config": {"model_type": "qwen3_5_vision", "depth": 2, "hidden_size": 8},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(wrapper))
+    done = run("inspect", str(tmp_path))
+    assert done.status == 0
+    assert "model         qwen3_5_text inside qwen3_5, " in done.out
+    assert "layers        3 gated delta, 1 full attention, 1 MTP" in done.out
+
+
+def test_of_a_hub_model_only_the_config_is_fetched(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def fetch(*args: str, **options: Any) -> str:
+        calls.append((args, options))
+        return str(demo_checkpoint() / "config.json")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
+    done = run("inspect", "org/name", "--revision", "v2", "--json")
+    assert calls == [(("org/name", "config.json"), {"revision": "v2"})]
+    assert json.loads(done.out)["model"]["parameters"] == 7_107_504
+
+
+def test_hub_without_a_config(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(*args: str, **options: Any) -> str:
+        kind = huggingface_hub.errors.RemoteEntryNotFoundError
+        # made without __init__, which wants a response of the HTTP client
+        raise kind.__new__(kind, "no entry")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
+    done = run("inspect", "org/name")
+    assert done.status == 2
+    assert "ModelError: model 'org/name' has no config.json; name a checkpoint" in done.err
+
+
+def test_a_gpu_that_is_not_here(run: Run) -> None:
+    done = run("inspect", "--device", "cuda", "--memory", "80GiB", "--json")
+    found = json.loads(done.out)
+    assert found["settings"]["dtype"] == "bfloat16"
+    assert found["room"]["budget_bytes"] == int(0.9 * 80 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (("/nowhere",), "ModelError: /nowhere does not exist; want a directory or a hub id: check"),
+        (("gone/config.json",), "ModelError: gone/config.json does not exist; want a config.json"),
+        (("a", "--model", "b"), "ConfigError: MODEL 'a' and model='b' were both given; give one"),
+        (("--memory", "80 parsec"), "ConfigError: memory='80 parsec': want a number above 0 and"),
+        (("--num-drafts", "-1"), "ConfigError: num_drafts=-1: want at least 0"),
+        (("--page-size", "0"), "ConfigError: page_size=0: want an integer of at least 1"),
+        (("--revision", "v2"), "ConfigError: revision='v2' has no effect on the bundled model"),
+    ],
+)
+def test_mistakes_are_one_line(run: Run, argv: tuple[str, ...], line: str) -> None:
+    done = run("inspect", *argv)
+    assert (done.status, done.out) == (2, "")
+    assert done.err.startswith(f"gapless: {line}")
+    assert done.err.count("\n") == 1
+
+
+def test_other_files_and_other_models_are_refused(run: Run, tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"")
+    assert "is a file, want the directory that" in run("inspect", str(weights)).err
+    assert "does not exist" in run("inspect", str(tmp_path)).err
+    config = write_config("qwen3", tmp_path / "model", model_type="gpt9") / "config.json"
+    assert "model_type 'gpt9' is not supported" in run("inspect", str(config)).err
+    done = run("inspect", str(config), "--revision", "v2")
+    assert "revision='v2' has no effect on a file; leave it out" in done.err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("80GiB", 80 * 2**30),
+        ("1.5 gb", 1_500_000_000),
+        (" 3 KiB ", 3072),
+        ("2TB", 2 * 10**12),
+        ("1000", 1000),
+        ("7B", 7),
+    ],
+)
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1e9", "0", "1 G B", "nan", "1.GiB", "80G"])
+def test_wrong_sizes_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="want a number above 0 and a unit"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"), (1, "1 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"),
+        (2**20 - 1, "1024.0 KiB"), (2**30, "1.0 GiB"), (3 * 2**50, "3072.0 TiB"),
+    ],
+)  # fmt: skip
+def test_sizes_are_shown(size: int, text: str) -> None:
+    assert human(size) == text
