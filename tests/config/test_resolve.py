@@ -39,8 +39,18 @@ CPU = DeviceInfo("cpu", 2**30, 2)
 GPU = DeviceInfo("cuda", 2**34, 1)
 
 
-def _resolve(architecture: Architecture = HYBRID, on: DeviceInfo = CPU, **options: Any) -> Config:
-    return resolve(EngineOptions.from_dict(options), architecture, "bfloat16", on)
+MTP = replace(HYBRID, model_type="mtp", num_mtp_layers=1)
+
+
+def _resolve(
+    architecture: Architecture = HYBRID,
+    on: DeviceInfo = CPU,
+    *,
+    has_mtp: bool = False,
+    **options: Any,
+) -> Config:
+    asked = EngineOptions.from_dict(options)
+    return resolve(asked, architecture, "bfloat16", on, has_mtp_weights=has_mtp)
 
 
 def test_defaults_by_device() -> None:
@@ -72,7 +82,7 @@ def test_every_automatic_choice_is_logged(caplog: pytest.LogCaptureFixture) -> N
 def test_config_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
         _resolve().page_size = 3  # type: ignore[misc]
-    assert len(fields(Config)) <= 16
+    assert len(fields(Config)) <= 17
 
 
 @pytest.mark.parametrize("name", [
@@ -169,3 +179,50 @@ def test_buckets_hold_every_batch(max_running: int) -> None:
     assert buckets[-1] == max_running
     for count in range(1, max_running + 1):
         assert bucket_for(count, buckets) >= count
+
+
+def test_drafting_follows_the_checkpoint() -> None:
+    plain, mtp = _resolve(MTP), _resolve(MTP, has_mtp=True)
+    assert (plain.drafter, plain.max_window) == ("none", 1)
+    assert (mtp.drafter, mtp.max_window) == ("mtp", 4)
+    assert _resolve(MTP, has_mtp=True, speculative_num_steps=0).max_window == 1
+    assert _resolve(MTP, has_mtp=True, speculative_algorithm="none").drafter == "none"
+    assert _resolve(MTP, has_mtp=True, speculative_num_steps=5).max_window == 6
+    ngram = _resolve(DENSE, speculative_algorithm="ngram", speculative_num_steps=2)
+    assert (ngram.drafter, ngram.max_window) == ("ngram", 3)
+
+
+@pytest.mark.parametrize(
+    ("has_mtp", "options", "message"),
+    [
+        (False, {"speculative_algorithm": "mtp"}, r"mtp\.fc\.weight.*speculative_algorithm=ngram"),
+        (False, {"speculative_num_steps": 3}, "no effect without a drafter"),
+        (True, {"speculative_algorithm": "none", "speculative_num_steps": 3}, "no effect"),
+        (True, {"speculative_algorithm": "mtp", "speculative_num_steps": 0}, "drafts nothing"),
+        (True, {"speculative_num_steps": 16}, "want 0 to 15"),
+        (True, {"speculative_num_steps": -1}, "want 0 to 15"),
+        (True, {"speculative_num_steps": 1.5}, "want 0 to 15"),
+        (True, {"speculative_algorithm": "eagle"}, "want one of auto, mtp, ngram, none"),
+        (True, {"speculative_simulate_acceptance": 3.0}, "load_format=dummy only"),
+        (
+            True,
+            {"speculative_simulate_acceptance": 4.5, "load_format": "dummy"},
+            "want 1 to 4 tokens per step",
+        ),
+        (
+            False,
+            {"speculative_simulate_acceptance": 3.0, "load_format": "dummy"},
+            "no effect without a drafter",
+        ),
+    ],
+)
+def test_drafting_that_cannot_be_is_refused(
+    has_mtp: bool, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _resolve(MTP, has_mtp=has_mtp, **options)
+
+
+def test_more_than_one_mtp_layer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="2 MTP layers, one is supported"):
+        _resolve(replace(MTP, num_mtp_layers=2), has_mtp=True)
