@@ -14,7 +14,14 @@ from gapless.assets import demo_checkpoint
 from gapless.cli.report import table
 from gapless.config.hf import read_hf_config
 from gapless.config.options import EngineOptions
-from gapless.config.resolve import DeviceInfo, context_len, memory_budget, resolve_footprint
+from gapless.config.resolve import (
+    DEFAULT_DRAFTS,
+    MOST_DRAFTS,
+    DeviceInfo,
+    context_len,
+    memory_budget,
+    resolve_footprint,
+)
 from gapless.core.architecture import AttentionSpec, MlpSpec, conv_ring_capacity, ring_capacity
 from gapless.core.footprint import num_active_parameters, num_mtp_parameters
 from gapless.errors import ConfigError
@@ -72,8 +79,9 @@ class Inspect:
     checkpoint: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = None
     """Directory, config.json or hub id, of which only the config is fetched; default: the bundled
     model."""
-    num_drafts: int = 3
-    """Drafts per step of the sizes with speculation; 0 leaves them out."""
+    num_drafts: int | None = None
+    """Drafts per step of the sizes with speculation; 0 leaves them out; default:
+    --speculative-num-steps, or 3."""
     memory: str | None = None
     """Memory to fill, such as 80GiB; default: what is free on the device."""
     json: bool = False
@@ -87,16 +95,19 @@ class Inspect:
         from gapless.models.registry import read_architecture
 
         configure(self.log_level)
-        if self.num_drafts < 0:
-            raise ConfigError(f"num_drafts={self.num_drafts}: want at least 0")
         options = self._options()
+        num_drafts = self._num_drafts(options)
         device = self._device(options)
         hf = read_hf_config(self._config_path(options))
         spec = read_architecture(hf)
         plain = resolve_footprint(options, spec, hf.dtype, device)
         footprints = {0: plain}
-        if self.num_drafts:
-            footprints[self.num_drafts] = replace(plain, max_window=1 + self.num_drafts)
+        if num_drafts:
+            footprints[num_drafts] = replace(
+                plain,
+                max_window=1 + num_drafts,
+                uses_mtp=options.speculative_algorithm in ("auto", "mtp"),
+            )
         room = Room(
             memory_bytes=device.free_bytes,
             budget_bytes=memory_budget(options, device),
@@ -124,6 +135,20 @@ class Inspect:
                 "one of them"
             )
         return replace(self.engine, model=self.checkpoint)
+
+    def _num_drafts(self, options: EngineOptions) -> int:
+        asked, steps = self.num_drafts, options.speculative_num_steps
+        if None not in (asked, steps) and asked != steps:
+            raise ConfigError(
+                f"num_drafts={asked} and speculative_num_steps={steps} were both given; give one"
+            )
+        if asked is None:
+            asked = 0 if options.speculative_algorithm == "none" else steps
+        if asked is None:
+            asked = DEFAULT_DRAFTS
+        if not 0 <= asked <= MOST_DRAFTS:
+            raise ConfigError(f"num_drafts={asked}: want 0 to {MOST_DRAFTS}")
+        return asked
 
     def _device(self, options: EngineOptions) -> DeviceInfo:
         from gapless.engine.load import device_info

@@ -77,6 +77,8 @@ class StepResult:
     """[len(plan.decode), W] int32; row i is valid up to `decode_lens[i]`."""
     decode_lens: np.ndarray
     """[len(plan.decode)] int32; 0 for a row that was done when the step started."""
+    decode_proposed: np.ndarray
+    """[len(plan.decode)] int32: drafts that the row's window held."""
     prompt_logprobs: tuple[np.ndarray | None, ...] = ()
     """Per prefill segment: [end - start] float64, entry i the log-probability of token
     `start + i + 1` given all before it (the last entry of a last segment has no token: NaN)."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING
 
+from gapless.core.counters import DecodeCounters
+
 if TYPE_CHECKING:
     from gapless.core.sampling_params import SamplingParams
 
@@ -57,6 +59,9 @@ class Request:
     unread_steps: int = 0
     """Launched steps that name this request and whose result is unread: 0 or 1 when scheduling."""
     finish_reason: FinishReason | None = None
+    checkpoint_len: int = 0
+    """The device's checkpoint length after the last step that was read."""
+    counters: DecodeCounters = field(default_factory=DecodeCounters)
 
     def __post_init__(self) -> None:
         if not self.token_ids:

@@ -210,6 +210,7 @@ def _limits(config: Config) -> SchedulerLimits:
         num_state_rows=config.max_running_requests,
         chunked_prefill_size=config.chunked_prefill_size,
         max_window=config.max_window,
+        replay_len=config.replay_len,
     )
 
 

@@ -35,6 +35,7 @@ class Accepted:
 
     tokens: Tensor  # [B, W] int64: emitted ones first
     lens: Tensor  # [B] int64; 0 for padded rows
+    proposed: Tensor  # [B] int64: drafts that the window held
     live_slots: Tensor  # [B]: the null slot for rows that are padded or have ended
     seq_lens: Tensor  # [B]: committed length after the step
     newest: Tensor  # [B]: the last token emitted
@@ -55,13 +56,14 @@ def accept(device: Device, verified: Verified, mode: SamplingMode) -> Accepted:
         table.sampling_rows(slots, repeat=window),
         mode=mode,
     ).view(rows, window)
+    proposed = table.num_drafts.index_select(0, slots)
     outcome = accept_chain(
         tokens,
         table.window_tokens.index_select(0, slots)[:, :window],
         verified.seq_lens + 1,
         table.limit_len.index_select(0, slots),
         table.stop_ids.index_select(0, slots),
-        table.num_drafts.index_select(0, slots),
+        proposed,
         device.forced_drafts(sampled_at[:, 0]),
     )
     is_null = slots == device.geometry.null_slot
@@ -73,7 +75,7 @@ def accept(device: Device, verified: Verified, mode: SamplingMode) -> Accepted:
     table.columns.done.index_copy_(0, slots, is_over)
     table.window_tokens.select(1, 0).index_copy_(0, slots, outcome.newest)
     live = slots.masked_fill(is_over, device.geometry.null_slot)
-    return Accepted(tokens, lens, live, seq_lens, outcome.newest)
+    return Accepted(tokens, lens, proposed, live, seq_lens, outcome.newest)
 
 
 def draft(

@@ -49,7 +49,8 @@ class DecodeRunner:
     """Runs decode steps over static buffers."""
 
     def __init__(self, device: Device, config: Config, emitted: Tensor) -> None:
-        """Args: emitted: [max rows, 1 + W_max] int64, where each row's count and tokens go."""
+        """Args: emitted: [max rows, 2 + W_max] int64: each row's emitted and proposed counts, and
+        its tokens."""
         self._device = device
         self._buckets = config.buckets
         self._window = config.max_window
@@ -134,7 +135,8 @@ class DecodeRunner:
         """Settle what the step emits."""
         accepted = accept(self._device, verified, key.mode)
         self._emitted[: key.num_rows, 0].copy_(accepted.lens)
-        self._emitted[: key.num_rows, 1 : 1 + key.window].copy_(accepted.tokens)
+        self._emitted[: key.num_rows, 1].copy_(accepted.proposed)
+        self._emitted[: key.num_rows, 2 : 2 + key.window].copy_(accepted.tokens)
         return verified, hidden, accepted
 
     def _extend(

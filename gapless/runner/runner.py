@@ -33,13 +33,14 @@ class StepHandle:
     def wait(self) -> StepResult:
         """Block until the step's tokens are on the host."""
         tokens = self._tokens.read()
-        emitted = tokens[: self._num_emitted].reshape(-1, 1 + self._window)
+        emitted = tokens[: self._num_emitted].reshape(-1, 2 + self._window)
         emitted = emitted[: len(self._plan.decode)]
         first = tokens[self._num_emitted :][: len(self._plan.sampled)]
         return StepResult(
             prefill_tokens=first.astype(np.int32),
-            decode_tokens=emitted[:, 1:].astype(np.int32),
+            decode_tokens=emitted[:, 2:].astype(np.int32),
             decode_lens=emitted[:, 0].astype(np.int32),
+            decode_proposed=emitted[:, 1].astype(np.int32),
             prompt_logprobs=self._prompt_logprobs(),
         )
 
@@ -70,10 +71,10 @@ class Runner:
         self._window = config.max_window
         rows = config.max_running_requests
         segments = min(config.chunked_prefill_size, rows)
-        self._num_emitted = rows * (1 + self._window)
+        self._num_emitted = rows * (2 + self._window)
         # one buffer, so that one copy brings a step's results down
         results = torch.zeros(self._num_emitted + segments, dtype=torch.int64, device=device.device)
-        emitted = results[: self._num_emitted].view(rows, 1 + self._window)
+        emitted = results[: self._num_emitted].view(rows, 2 + self._window)
         self._decode = DecodeRunner(device, config, emitted)
         self._prefill = PrefillRunner(device, config, results[self._num_emitted :])
         self._results = Download(results)

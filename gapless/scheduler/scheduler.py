@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from gapless.cache.manager import CacheManager
 from gapless.cache.rows import IdPool
+from gapless.core.counters import DecodeCounters
 from gapless.core.plan import (
     DecodeRow,
     Delta,
@@ -52,6 +53,8 @@ class SchedulerLimits:
     """Most prompt tokens in one step."""
     max_window: int
     """Most tokens that a decode step emits per row."""
+    replay_len: int
+    """L: checkpoints stand at its multiples."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -101,6 +104,7 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._unread: deque[StepPlan] = deque()
         self._prompt_logprobs = PromptLogprobs()
+        self.counters = DecodeCounters()
         self._num_plans = 0
         self._num_retractions = 0
 
@@ -174,6 +178,7 @@ class Scheduler:
         for request in _named_requests(plan):
             request.unread_steps -= 1
         self._prompt_logprobs.collect(plan, result)
+        self._count(plan, result)
         emitted: dict[Request, list[int]] = {}
         for request, tokens in _emissions(plan, result):
             if request.status is Status.FINISHED and request not in emitted:
@@ -184,6 +189,29 @@ class Scheduler:
             self._append(request, tokens)
             emitted.setdefault(request, []).extend(tokens)
         return [self._news(request, tokens) for request, tokens in emitted.items()]
+
+    def _count(self, plan: StepPlan, result: StepResult) -> None:
+        """Count the decode rows; their requests' tokens are those from before the step."""
+        for segment in plan.prefill:
+            segment.request.checkpoint_len = segment.end
+        grid = self._limits.replay_len
+        lens, proposed = result.decode_lens.tolist(), result.decode_proposed.tolist()
+        first_tokens = {segment.request for segment in plan.sampled}
+        for row, num_emitted, num_proposed in zip(plan.decode, lens, proposed, strict=True):
+            request = row.request
+            if num_emitted == 0:
+                continue
+            # a first token sampled by this very step is not among the tokens yet
+            seq_len = len(request.token_ids) - (request not in first_tokens)
+            start = request.checkpoint_len
+            request.checkpoint_len = max(start, seq_len // grid * grid)
+            for counters in (self.counters, request.counters):
+                counters.record(
+                    emitted=num_emitted,
+                    proposed=num_proposed,
+                    flushes=request.checkpoint_len > start,
+                    ring_entries=seq_len - start,
+                )
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> Delta:
         """End a request for a reason that the device does not see, and release all it holds.

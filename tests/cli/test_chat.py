@@ -208,7 +208,8 @@ def test_interrupt_over_pipes_goes_on_with_the_next_turn() -> None:
             process.kill()
     assert process.returncode == 0
     assert err.decode() == "(stopped)\n"
-    assert 0 < int(re.search(r"answers: 1, tokens: (\d+),", out.decode())[1]) < 4000
+    # a full buffer of text, which is what comes without flushing, is about 2000
+    assert 0 < int(re.search(r"answers: 1, tokens: (\d+),", out.decode())[1]) < 1000
 
 
 class Screen:

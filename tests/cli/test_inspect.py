@@ -16,13 +16,14 @@ from gapless.assets import demo_checkpoint
 from gapless.cache.manager import CacheManager
 from gapless.cli.inspect import Room, fit, human, parse_size
 from gapless.config.hf import read_hf_config
-from gapless.config.resolve import DeviceInfo, resolve, resolve_footprint
+from gapless.config.resolve import Config, DeviceInfo, resolve
 from gapless.core.architecture import Architecture, LayerSpec, MlpSpec, MoeSpec
-from gapless.core.footprint import Footprint, mtp_layer, num_active_parameters
+from gapless.core.footprint import Footprint, num_active_parameters
 from gapless.errors import ConfigError
 from gapless.layers.placement import Placement
+from gapless.models.mtp import MtpHead
 from gapless.models.registry import model_module, read_architecture
-from gapless.runner.pools import make_geometry, make_memory
+from gapless.runner.pools import make_geometry, make_memory, make_mtp_memory
 from tests.models import tiny
 
 if TYPE_CHECKING:
@@ -55,11 +56,21 @@ def describe(directory: Path) -> Architecture:
     return read_architecture(read_hf_config(directory))
 
 
-def pool_bytes(spec: Architecture, config: Any) -> int:
+def make_config(spec: Architecture, *, free: int = 2**30, **options: Any) -> Config:
+    """Resolve options for plain decoding on a CPU with `free` bytes."""
+    return resolve(
+        EngineOptions.from_dict(options), spec, None, DeviceInfo("cpu", free, num_threads=1),
+        has_mtp_weights=False,
+    )  # fmt: skip
+
+
+def pool_bytes(spec: Architecture, config: Config) -> int:
     """Allocate the pools for a config and count them, without taking the memory."""
     place = Placement(torch.device("meta"), vars(torch)[config.dtype])
     geometry = make_geometry(spec, config)
     memory = make_memory(spec, geometry, place, vars(torch)[config.ssm_dtype])
+    if config.drafter == "mtp":
+        memory += make_mtp_memory(spec, geometry, place)
     return num_bytes(t for layer in memory for t in tensors(layer))
 
 
@@ -92,8 +103,7 @@ def test_bytes_are_those_of_the_pools(
     done = run("inspect", str(tmp_path), "--json", "--num-drafts", "4", *flags(options))
     found = json.loads(done.out)["sizes"]
     assert [sizes["num_drafts"] for sizes in found] == [0, 4]
-    device = DeviceInfo("cpu", 2**30, num_threads=1)
-    config = resolve(EngineOptions.from_dict(options), spec, None, device)
+    config = make_config(spec, **options)
     for sizes in found:
         assert sizes["page_bytes"] == config.page_size * sizes["kv_bytes_per_token"]
         for rows, pages in ((1, 1), (config.max_running_requests, 7)):
@@ -129,27 +139,27 @@ def test_bytes_are_those_of_the_weights(tmp_path: Path, name: str, device: str, 
     assert footprint.weight_bytes == num_bytes(found)
 
 
+@pytest.mark.parametrize("algorithm", ["auto", "mtp", "ngram"])
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
-def test_mtp_layers_count_when_drafts_do(run: Run, tmp_path: Path, name: str) -> None:
-    from gapless.models.mtp import MtpHead
-
-    write_config(name, tmp_path, mtp_num_hidden_layers=2)
+def test_mtp_layers_count_when_they_draft(
+    run: Run, tmp_path: Path, name: str, algorithm: str
+) -> None:
+    write_config(name, tmp_path, mtp_num_hidden_layers=1)
     spec = describe(tmp_path)
-    done = run("inspect", str(tmp_path), "--json", "--num-drafts", "3", "--dtype", "bfloat16")
+    options = {"dtype": "bfloat16", "max_running_requests": 2}
+    asked = {"speculative_algorithm": algorithm, "speculative_num_steps": 2}
+    done = run("inspect", str(tmp_path), "--json", *flags(options | asked))
     found = json.loads(done.out)
     plain, speculative = found["sizes"]
-    place = Placement(torch.device("cpu"), torch.bfloat16)
-    layers = MtpHead(spec, place).targets(())
-    added = speculative["weight_bytes"] - plain["weight_bytes"]
-    assert added == num_bytes(layers.values())
+    assert speculative["num_drafts"] == 2
+    layers = MtpHead(spec, Placement(torch.device("cpu"), torch.bfloat16)).targets(())
     assert found["model"]["mtp_parameters"] == sum(t.numel() for t in layers.values())
+    added = speculative["weight_bytes"] - plain["weight_bytes"]
+    assert added == (0 if algorithm == "ngram" else num_bytes(layers.values()))
     assert plain["mtp_kv_bytes_per_token"] == 0
-    # each keeps KV as one more attention layer would
-    options = EngineOptions(dtype="bfloat16", max_running_requests=2)
-    config = resolve(options, spec, None, DeviceInfo("cpu", 2**30, num_threads=1))
-    config = replace(config, max_window=4, num_pages=3)
-    grown = replace(spec, layers=(*spec.layers, mtp_layer(spec), mtp_layer(spec)))
-    assert pool_bytes(grown, config) == (
+    drafter = "ngram" if algorithm == "ngram" else "mtp"
+    config = replace(make_config(spec, **options), max_window=3, num_pages=3, drafter=drafter)
+    assert pool_bytes(spec, config) == (
         speculative["fixed_bytes"]
         + 2 * (speculative["state_bytes_per_request"] + speculative["ring_bytes_per_request"])
         + 3 * speculative["page_bytes"]
@@ -188,10 +198,7 @@ def test_what_fits_fits_and_no_more(
     footprint = make_footprint(spec, max_window=window)
     budget, full = 12 * 2**20, 5000
     found = fit(footprint, Room(budget, budget, full, max_running))
-    config = resolve(
-        EngineOptions(dtype="bfloat16", page_size=3, max_model_len=8), spec, None,
-        DeviceInfo("cpu", 2**30, num_threads=1),
-    )  # fmt: skip
+    config = make_config(spec, dtype="bfloat16", page_size=3, max_model_len=8)
     config = replace(config, replay_len=5, max_window=window)
 
     def total(requests: int, length: int) -> int:
@@ -229,8 +236,7 @@ def test_largest_context_is_what_the_engine_chooses(run: Run, tmp_path: Path) ->
     memory = int(wanted / 0.75) + 2
     done = run("inspect", str(tmp_path), "--json", "--memory", str(memory), *flags(options))
     (largest, _) = (sizes["largest_context"] for sizes in json.loads(done.out)["sizes"])
-    device = DeviceInfo("cpu", memory, num_threads=1)
-    config = resolve(EngineOptions.from_dict(options), spec, None, device)
+    config = make_config(spec, free=memory, **options)
     assert config.max_model_len == largest == 321
 
 
@@ -238,11 +244,9 @@ def test_largest_context_is_what_the_engine_chooses(run: Run, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_tied", "qwen3"])
 def test_the_engine_fills_its_budget_exactly(tmp_path: Path, name: str, free: int) -> None:
     spec = describe(write_config(name, tmp_path))
-    options = EngineOptions(mem_fraction=1.0, max_running_requests=4)
-    device = DeviceInfo("cpu", free, num_threads=1)
-    footprint = resolve_footprint(options, spec, None, device)
+    footprint = make_footprint(spec, dtype="float32", page_size=16, replay_len=16)
     try:
-        config = resolve(options, spec, None, device)
+        config = make_config(spec, free=free, mem_fraction=1.0, max_running_requests=4)
     except ConfigError:
         rows = footprint.pool_bytes(num_requests=4, num_pages=1)
         assert footprint.weight_bytes + rows > free
@@ -292,7 +296,10 @@ def test_sizes_with_drafts_can_be_left_out(run: Run) -> None:
     assert done.status == 0
     assert "drafts" not in done.out
     assert "MTP KV" not in done.out
-    assert "2 drafts" in run("inspect", "--num-drafts", "2").out
+    assert "drafts" not in run("inspect", "--speculative-algorithm", "none").out
+    for flag in ("--num-drafts", "--speculative-num-steps"):
+        assert "2 drafts" in run("inspect", flag, "2").out
+    assert "3 drafts" in run("inspect").out
 
 
 def test_directory_and_bare_config_say_the_same(run: Run, tmp_path: Path) -> None:
@@ -369,7 +376,12 @@ def test_a_gpu_that_is_not_here(run: Run) -> None:
         (("gone/config.json",), "ModelError: gone/config.json does not exist; want a config.json"),
         (("a", "--model", "b"), "ConfigError: MODEL 'a' and model='b' were both given; give one"),
         (("--memory", "80 parsec"), "ConfigError: memory='80 parsec': want a number above 0 and"),
-        (("--num-drafts", "-1"), "ConfigError: num_drafts=-1: want at least 0"),
+        (("--num-drafts", "-1"), "ConfigError: num_drafts=-1: want 0 to 15"),
+        (("--num-drafts", "16"), "ConfigError: num_drafts=16: want 0 to 15"),
+        (
+            ("--num-drafts", "2", "--speculative-num-steps", "3"),
+            "ConfigError: num_drafts=2 and speculative_num_steps=3 were both given; give one",
+        ),
         (("--page-size", "0"), "ConfigError: page_size=0: want an integer of at least 1"),
         (("--revision", "v2"), "ConfigError: revision='v2' has no effect on the bundled model"),
     ],

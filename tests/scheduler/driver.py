@@ -212,10 +212,10 @@ def random_sizes(rng: random.Random, window: int, flaws: frozenset[Flaw]) -> Siz
         num_state_rows=rng.randrange(1, 9),
         chunked_prefill_size=rng.choice([1, 2, 3, 7, 16, 64]),
         max_window=window,
+        replay_len=rng.choice([1, 2, 4, 5]),
     )
     return Sizes(
         limits=limits,
-        replay_len=rng.choice([1, 2, 4, 5]),
         accept_rate=rng.choice([0.0, 0.3, 0.7, 0.95, 1.0]),
         seed=rng.randrange(1 << 30),
         flaws=flaws,

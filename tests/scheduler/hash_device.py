@@ -139,7 +139,6 @@ class Sizes:
     """How a device is built."""
 
     limits: SchedulerLimits
-    replay_len: int
     accept_rate: float
     seed: int
     flaws: frozenset[Flaw] = field(default_factory=frozenset)
@@ -151,7 +150,7 @@ class HashDevice:
     def __init__(self, sizes: Sizes) -> None:
         limits = sizes.limits
         self.window = limits.max_window
-        self.replay_len = sizes.replay_len
+        self.replay_len = limits.replay_len
         self.page_size = limits.page_size
         self.null_page = limits.num_pages
         self.null_slot = limits.max_running_requests
@@ -201,6 +200,7 @@ class HashDevice:
             prefill_tokens=np.array(firsts, dtype=np.int32),
             decode_tokens=tokens,
             decode_lens=lens,
+            decode_proposed=np.full(len(plan.decode), self.window - 1, dtype=np.int32),
             prompt_logprobs=tuple(logprobs) if has_logprobs else (),
         )
 

@@ -25,6 +25,7 @@ def make_scheduler(
             num_state_rows=rows,
             chunked_prefill_size=chunk,
             max_window=1,
+            replay_len=4,
         )
     )
 
@@ -50,6 +51,7 @@ def commit(scheduler: Scheduler, plan: StepPlan, token: int = 1) -> list[Delta]:
             prefill_tokens=np.full(len(plan.sampled), token, dtype=np.int32),
             decode_tokens=np.full((num_rows, 1), token, dtype=np.int32),
             decode_lens=np.ones(num_rows, dtype=np.int32),
+            decode_proposed=np.zeros(num_rows, dtype=np.int32),
         ),
     )
 
@@ -221,6 +223,7 @@ def test_row_done_on_the_device_only_is_an_error() -> None:
         prefill_tokens=np.array([1], dtype=np.int32),
         decode_tokens=np.full((1, 1), -1, dtype=np.int32),
         decode_lens=np.zeros(1, dtype=np.int32),
+        decode_proposed=np.zeros(1, dtype=np.int32),
     )
     with pytest.raises(AssertionError, match="done on the device only"):
         scheduler.commit(plan, result)
@@ -267,6 +270,7 @@ def test_prompt_logprobs_come_once_and_with_the_first_token() -> None:
                 prefill_tokens=np.full(len(plan.sampled), 1, dtype=np.int32),
                 decode_tokens=np.full((len(plan.decode), 1), 1, dtype=np.int32),
                 decode_lens=np.ones(len(plan.decode), dtype=np.int32),
+                decode_proposed=np.zeros(len(plan.decode), dtype=np.int32),
                 prompt_logprobs=(logprobs,),
             ),
         )

@@ -23,11 +23,11 @@ LIMITS = st.builds(
     num_state_rows=st.integers(1, 5),
     chunked_prefill_size=st.sampled_from([1, 2, 3, 7, 32]),
     max_window=st.sampled_from([1, 2, 4]),
+    replay_len=st.sampled_from([1, 2, 4, 5]),
 )
 SIZES = st.builds(
     Sizes,
     limits=LIMITS,
-    replay_len=st.sampled_from([1, 2, 4, 5]),
     accept_rate=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
     seed=st.integers(0, 99),
 )
