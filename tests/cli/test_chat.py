@@ -193,8 +193,9 @@ def test_over_pipes() -> None:
 
 
 def test_interrupt_over_pipes_goes_on_with_the_next_turn() -> None:
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen(
-        program(*ENDLESS), cwd=ROOT,
+        program(*ENDLESS), cwd=ROOT, env=buffered,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     ) as process:  # fmt: skip
         try:
