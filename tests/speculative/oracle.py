@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from gapless import LLM
 from gapless.speculative.drafter import Drafts, Frontier, Outcome, PromptChunk, SampleAt
+
+if TYPE_CHECKING:
+    from gapless import LLM
 
 Script = Callable[[Tensor, int], Tensor]
 """`(positions [B] of the newest tokens, num_drafts) -> right drafts before the first wrong one`."""
 
 SCRIPTS: dict[str, Script] = {
-    "all": lambda at, k: torch.full_like(at, k),
-    "none": lambda at, k: torch.zeros_like(at),
+    "all": torch.full_like,
+    "none": lambda at, k: at * 0,
     "alternating": lambda at, k: (at % 2) * k,
     "random": lambda at, k: (at * 2654435761 // 64) % (k + 1),
 }

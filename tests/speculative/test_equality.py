@@ -81,7 +81,9 @@ def _tokens(llm: LLM, order: list[int] | None = None) -> list[tuple[int, ...]]:
 
 def test_stops_happen_inside_windows(plain: list[tuple[int, ...]]) -> None:
     assert [len(tokens) for tokens in plain][0] == 1
-    assert any(len(tokens) < params.max_tokens for tokens, params in zip(plain, _params(), strict=True))
+    assert any(
+        len(tokens) < params.max_tokens for tokens, params in zip(plain, _params(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
