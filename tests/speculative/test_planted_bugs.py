@@ -74,9 +74,7 @@ def test_index_0_of_mtp_kv_unmasked(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(**OPTIONS)
     llm.generate(QUESTIONS, PARAMS)
     good = llm.engine.scheduler.counters.accepted_len
-    honest = llm.engine._loop._run.__self__.device.drafter._backend.plan_window  # type: ignore[attr-defined]
     monkeypatch.setattr(mtp, "FIRST_INDEX", 0)
-    del honest
     broken = LLM(**OPTIONS)
     broken.generate(QUESTIONS, PARAMS)
     assert good > 2.5
