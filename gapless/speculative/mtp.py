@@ -62,8 +62,8 @@ class MtpDrafter:
     def read_window(self, outcome: Outcome) -> Tensor:
         """Fill the window's KV; return the layer's hidden states [B, D] at the newest tokens."""
         rows, width = outcome.tokens.shape
-        index = torch.arange(FIRST_INDEX, width + FIRST_INDEX, device=outcome.tokens.device)
-        positions = outcome.seq_lens[:, None] + index
+        after = torch.arange(1, width + 1, device=outcome.tokens.device)
+        positions = outcome.seq_lens[:, None] + after
         batch = self._batch(outcome.slots, positions, outcome.kv_len)
         hidden = self._head.forward(
             self._trunk, outcome.tokens.reshape(-1), outcome.hidden, self._memory, batch

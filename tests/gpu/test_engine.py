@@ -1,0 +1,61 @@
+"""The engine on a GPU: captured steps, tokens as on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gapless import LLM, SamplingParams
+from gapless.runner.syncs import forbid_syncs
+
+pytestmark = pytest.mark.gpu
+
+QUESTIONS = [
+    [{"role": "user", "content": text}]
+    for text in (
+        "Ann has 4 boxes with 6 pens each. How many pens are there?",
+        "What is the capital of France?",
+        "Tom has 7 pens and buys 8 more. How many pens does he have now?",
+    )
+]
+OPTIONS: dict[str, Any] = {"max_running_requests": 4, "max_model_len": 256, "dtype": "float32"}
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=60),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=60),
+    SamplingParams(temperature=0.0, max_tokens=60, min_tokens=3),
+]
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_tokens_as_on_the_cpu(num_steps: int) -> None:
+    found = [
+        LLM(device=device, speculative_num_steps=num_steps, **OPTIONS).generate(QUESTIONS, PARAMS)
+        for device in ("cuda", "cpu")
+    ]
+    for on_gpu, on_cpu in zip(*found, strict=True):
+        assert on_gpu.token_ids == on_cpu.token_ids
+
+
+def test_steady_steps_are_one_graph_each_and_never_sync() -> None:
+    llm = LLM(device="cuda", **OPTIONS)
+    params = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
+    streams = [llm.stream(question, params) for question in QUESTIONS]
+    for stream in streams:
+        for _ in range(3):
+            next(stream)
+    torch.cuda.synchronize()
+    launch = llm.engine._loop._run
+    graphs = launch.__self__._decode._graphs._graphs  # type: ignore[attr-defined]
+    assert all(graph.num_launches == 1 for graph in graphs.values())
+
+    def guarded(plan: Any) -> Any:
+        with forbid_syncs():
+            return launch(plan)
+
+    llm.engine._loop._run = guarded
+    for _ in range(5):
+        llm.engine.step()
+    for stream in streams:
+        stream.close()
