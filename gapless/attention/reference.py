@@ -20,7 +20,7 @@ class _Window:
         out = window_attention(
             q.view(rows, window, *q.shape[1:]), kv, self.kv_read, self.mask, scale
         )
-        return out.view(q.shape)
+        return out.reshape(q.shape)
 
 
 @dataclass(frozen=True)
