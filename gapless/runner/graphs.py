@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 class StepGraph:
     """The stages of one step for one key."""
 
-    def __init__(self, stages: Sequence[Stage], device: torch.device) -> None:
+    def __init__(self, stages: Sequence[Stage], capture: Capture | None) -> None:
         self._runs = cut_at_seams(stages)
         self._graphs: list[torch.cuda.CUDAGraph] | None = None
         self._output: Any = None
-        if device.type == "cuda":
-            self._capture()
+        if capture is not None:
+            self._graphs, self._output = capture.run(self._runs)
 
     @property
     def num_launches(self) -> int:
@@ -47,22 +47,32 @@ class StepGraph:
             graph.replay()
         return self._output
 
-    def _capture(self) -> None:
+
+class Capture:
+    """Captures steps on one stream and into one memory pool: only one graph runs at a time."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def run(self, runs: Sequence[Sequence[Stage]]) -> tuple[list[torch.cuda.CUDAGraph], Any]:
         """Capture over inputs that name the null slot only, so that warming up changes nothing."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+        torch.cuda.synchronize()
         graphs: list[torch.cuda.CUDAGraph] = []
-        with torch.cuda.stream(stream):
-            value: Any = None
-            for run in self._runs:
-                warm = value
-                _run(run, warm)
+        value: Any = None
+        with torch.cuda.stream(self._stream):
+            for run in runs:
+                before = value
+                _run(run, before)
+                torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=stream):
-                    value = _run(run, warm)
+                with torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                ):
+                    value = _run(run, before)
                 graphs.append(graph)
-        torch.cuda.current_stream().wait_stream(stream)
-        self._graphs, self._output = graphs, value
+        torch.cuda.synchronize()
+        return graphs, value
 
 
 def _run(stages: Sequence[Stage], value: Any) -> Any:
@@ -77,13 +87,13 @@ class GraphRunner:
     """Keeps one `StepGraph` per key, made on first use."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._capture = Capture() if device.type == "cuda" else None
         self._graphs: dict[Hashable, StepGraph] = {}
 
     def get(self, key: Hashable, make_stages: Callable[[], Sequence[Stage]]) -> StepGraph:
         """Return the graph of `key`; `make_stages` must leave null inputs in the buffers."""
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = StepGraph(make_stages(), self._device)
+            graph = self._graphs[key] = StepGraph(make_stages(), self._capture)
             logger.debug("step graph %s: %d launch(es)", key, graph.num_launches)
         return graph

@@ -6,6 +6,7 @@ that would, and the tensor methods that dispatch nothing on CPU tensors are patc
 
 from __future__ import annotations
 
+import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -91,7 +92,10 @@ def forbid_syncs() -> Iterator[None]:
     """
     if torch.cuda.is_available():
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            # torch says once that it does not see every synchronising call
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error")
         try:
             yield
         finally:
