@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from gapless.core.counters import DecodeCounters
 from gapless.core.sampling_params import SamplingParams
 from gapless.errors import ContextTooLong, InternalError, RequestError
 
@@ -40,6 +41,8 @@ class ServedTiming(Timing):
     """From the start until every request has its first token."""
     decode_tokens: int
     """Tokens that arrived after that."""
+    counters: DecodeCounters
+    """What the decode steps of this run did."""
 
     @property
     def decode_seconds(self) -> float:
@@ -157,6 +160,7 @@ def time_requests(
         RequestError: a request cannot be served.
     """
     engine = llm.engine
+    engine.scheduler.counters = counters = DecodeCounters()
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     request_ids = [f"bench-{index}" for index in range(len(prompts))]
     counts = dict.fromkeys(request_ids, 0)
@@ -189,7 +193,7 @@ def time_requests(
             engine.step()
     _check_lengths(list(counts.values()), len(prompts), output_len)
     return ServedTiming(
-        sum(counts.values()), last_time - start, first_token_time - start, decode_tokens
+        sum(counts.values()), last_time - start, first_token_time - start, decode_tokens, counters
     )
 
 

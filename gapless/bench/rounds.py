@@ -6,6 +6,8 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from gapless.errors import InvalidRequest
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -63,11 +65,25 @@ def _total_rate(timing: Timing) -> float:
 
 
 def _decode_rate(timing: ServedTiming) -> float:
+    _check_decoded(timing)
     return timing.decode_tokens / timing.decode_seconds
 
 
 def _ms_per_token(timing: ServedTiming) -> float:
+    _check_decoded(timing)
     return 1e3 * timing.decode_seconds / timing.decode_tokens
+
+
+def _tokens_per_step(timing: ServedTiming) -> float:
+    return timing.counters.accepted_len
+
+
+def _check_decoded(timing: ServedTiming) -> None:
+    if timing.decode_tokens == 0:
+        raise InvalidRequest(
+            f"all {timing.num_tokens} tokens came with the first ones, so decoding cannot be "
+            "timed; raise output_len"
+        )
 
 
 def _first_token_ms(timing: ServedTiming) -> float:
@@ -76,11 +92,12 @@ def _first_token_ms(timing: ServedTiming) -> float:
 
 TOTAL_RATE = Metric("tokens/s with prefill", _total_rate)
 DECODE_RATE = Metric("decode tokens/s", _decode_rate)
+TOKENS_PER_STEP = Metric("tokens per request and step", _tokens_per_step)
 MS_PER_TOKEN = Metric("decode ms per token", _ms_per_token)
 FIRST_TOKEN_MS = Metric("time to first token, ms", _first_token_ms)
 
 SERVED_METRICS = {
-    "single": (DECODE_RATE, MS_PER_TOKEN, FIRST_TOKEN_MS, TOTAL_RATE),
+    "single": (DECODE_RATE, MS_PER_TOKEN, TOKENS_PER_STEP, FIRST_TOKEN_MS, TOTAL_RATE),
     "concurrent": (DECODE_RATE, TOTAL_RATE),
 }
 PEER_METRICS = {"single": (TOTAL_RATE,), "sequential": (TOTAL_RATE,), "batch": (TOTAL_RATE,)}

@@ -22,7 +22,7 @@ PROMPTS = [list(range(100, 100 + n)) for n in (3, 7, 5)]
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     """The bundled model, small pools."""
-    return LLM(max_running_requests=4, max_model_len=128)
+    return LLM(max_running_requests=4, max_model_len=128, speculative_num_steps=0)
 
 
 def ticks() -> Callable[[], float]:
@@ -41,7 +41,7 @@ def test_decoding_starts_when_every_request_has_a_token(llm: LLM) -> None:
 
 
 def test_waiting_requests_put_off_the_start_of_decoding() -> None:
-    llm = LLM(max_running_requests=1, max_model_len=128)
+    llm = LLM(max_running_requests=1, max_model_len=128, speculative_num_steps=0)
     found = time_requests(llm, PROMPTS, 6, ticks())
     assert found.num_tokens == 18
     # only the last request is left to decode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +13,7 @@ from gapless.bench.rounds import (
     DECODE_RATE,
     FIRST_TOKEN_MS,
     MS_PER_TOKEN,
+    TOKENS_PER_STEP,
     TOTAL_RATE,
     Measurement,
     Spread,
@@ -19,6 +21,8 @@ from gapless.bench.rounds import (
     run_rounds,
     spread,
 )
+from gapless.core.counters import DecodeCounters
+from gapless.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -74,10 +78,19 @@ def test_spread() -> None:
 
 
 def test_figures_of_a_served_run() -> None:
-    timing = ServedTiming(12, 5.0, 1.0, 8)
-    figures = [m.of(timing) for m in (TOTAL_RATE, DECODE_RATE, MS_PER_TOKEN, FIRST_TOKEN_MS)]
-    assert figures == pytest.approx([2.4, 2.0, 500.0, 1000.0])
+    counters = DecodeCounters(num_steps=4, num_emitted=10)
+    timing = ServedTiming(12, 5.0, 1.0, 8, counters)
+    metrics = (TOTAL_RATE, DECODE_RATE, MS_PER_TOKEN, FIRST_TOKEN_MS, TOKENS_PER_STEP)
+    figures = [metric.of(timing) for metric in metrics]
+    assert figures == pytest.approx([2.4, 2.0, 500.0, 1000.0, 2.5])
     assert Measurement(2, "A", "single", timing).to_json() == {
         "round": 2, "side": "A", "mode": "single", "num_tokens": 12, "seconds": 5.0,
-        "first_token_seconds": 1.0, "decode_tokens": 8,
+        "first_token_seconds": 1.0, "decode_tokens": 8, "counters": asdict(counters),
     }  # fmt: skip
+
+
+def test_what_came_with_the_first_tokens_cannot_be_timed() -> None:
+    timing = ServedTiming(4, 5.0, 5.0, 0, DecodeCounters())
+    for metric in (DECODE_RATE, MS_PER_TOKEN):
+        with pytest.raises(InvalidRequest, match="raise output_len"):
+            metric.of(timing)

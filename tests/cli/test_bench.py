@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from tests.cli.conftest import Run
 
 TINY = ("--num-prompts", "2", "--output-len", "3", "--rounds", "2")
-SMALL = ("--max-running-requests", "2", "--max-model-len", "512")
+SMALL = (
+    "--max-running-requests", "2", "--max-model-len", "512", "--speculative-num-steps", "0",
+)  # fmt: skip
 
 
 def test_alone(run: Run, tmp_path: Path) -> None:

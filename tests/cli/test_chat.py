@@ -45,7 +45,7 @@ def chat(run: Run, monkeypatch: pytest.MonkeyPatch, lines: list[str], *argv: str
 
 
 def program(*argv: str, first: str = "") -> list[str]:
-    return [sys.executable, "-c", first + PROGRAM, "chat", *argv]
+    return [sys.executable, "-c", first + PROGRAM, "chat", "--num-threads", "1", *argv]
 
 
 def context_used(out: str) -> list[int]:

@@ -123,7 +123,9 @@ def test_samples_have_the_exact_distribution(options: dict[str, float]) -> None:
     logits = torch.tensor([0.3, 1.0, -1.0, 1.0, 0.2, -0.4, 2.0, 0.9, -2.0])
     wanted = exact(logits.double().numpy(), **options)
     rows = make_rows(num_draws, **options)
-    ids = sample(logits.expand(num_draws, -1), torch.arange(num_draws) % 50, rows, mode=SamplingMode.SAMPLED)
+    ids = sample(
+        logits.expand(num_draws, -1), torch.arange(num_draws) % 50, rows, mode=SamplingMode.SAMPLED
+    )
     counts = np.bincount(ids.numpy(), minlength=len(wanted))
     kept = wanted > 0
     assert counts[~kept].sum() == 0
@@ -151,7 +153,9 @@ def test_filters_keep_what_the_naive_ones_keep(options: dict[str, float]) -> Non
 def test_ties_at_a_threshold_are_all_kept() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0]]).expand(300, -1)
     for options in ({"top_k": 2.0}, {"top_p": 0.4}, {"min_p": 1.0}):
-        ids = sample(logits, torch.arange(300), make_rows(300, **options), mode=SamplingMode.SAMPLED)
+        ids = sample(
+            logits, torch.arange(300), make_rows(300, **options), mode=SamplingMode.SAMPLED
+        )
         assert set(ids.tolist()) == {1, 2, 4}
 
 
@@ -192,7 +196,12 @@ def test_stop_ids_are_masked_below_the_minimum_length(temperature: float) -> Non
         make_rows(3, temperature=temperature, min_len=10),
         stop_ids=torch.tensor([[1, 3] + [-1] * 6] * 3),
     )
-    ids = sample(logits, torch.tensor([9, 10, 3]), rows, mode=SamplingMode.GREEDY if temperature == 0 else SamplingMode.SAMPLED)
+    ids = sample(
+        logits,
+        torch.tensor([9, 10, 3]),
+        rows,
+        mode=SamplingMode.GREEDY if temperature == 0 else SamplingMode.SAMPLED,
+    )
     assert ids.tolist() == [4, 1, 4]
 
 
