@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gapless import LLM, SamplingParams
 from gapless.core.plan import DecodeRow, StepPlan
@@ -16,9 +15,10 @@ from gapless.layers.batch import LinearMemory
 from gapless.runner import decode
 from gapless.runner.graphs import StepGraph
 from tests.models.driver import TeacherForced
+from tests.runner.allocations import Allocations
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from pathlib import Path
 
     from gapless.runner.device import Device
@@ -146,25 +146,6 @@ def test_poison_in_null_memory_never_reaches_a_real_row(tiny_checkpoint: Path) -
         assert forced.all_logits(slot).isfinite().all()
 
 
-class _Allocations(TorchDispatchMode):
-    """Counts operations outside step graphs that return memory which no input has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        self.in_graph = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not self.in_graph and isinstance(out, Tensor):
-            known = {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)}
-            if out.untyped_storage().data_ptr() not in known:
-                self.found.append(str(func))
-        return out
-
-
 def _num_storages() -> int:
     tensors = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
     return len({t.untyped_storage().data_ptr() for t in tensors})
@@ -179,7 +160,7 @@ def test_steady_decode_allocates_nothing(
     for stream in streams:
         for _ in range(20):
             next(stream)
-    watch = _Allocations()
+    watch = Allocations()
     launch = StepGraph.launch
 
     def inside(graph: StepGraph) -> Any:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gapless import LLM, SamplingParams
 from gapless.runner.graphs import StepGraph
 from gapless.runner.inputs import Download, Upload
 from gapless.runner.syncs import HiddenSync, forbid_syncs
 from gapless.speculative import mtp
+from tests.runner.allocations import Allocations
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 LONG = SamplingParams(temperature=0.7, seed=3, max_tokens=200, ignore_eos=True)
@@ -79,29 +78,12 @@ def test_no_sync(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
             llm.generate(QUESTION, params[0])
 
 
-class _Outside(TorchDispatchMode):
-    """Names operations outside step graphs that return memory which no input has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        self.in_graph = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not self.in_graph and isinstance(out, Tensor):
-            known = {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)}
-            if out.untyped_storage().data_ptr() not in known:
-                self.found.append(str(func))
-        return out
-
-
 def test_no_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(max_running_requests=2, max_model_len=400)
     stream = llm.stream(QUESTION, LONG)
     for _ in range(3):
         next(stream)
-    watch, launch = _Outside(), StepGraph.launch
+    watch, launch = Allocations(), StepGraph.launch
 
     def inside(graph: StepGraph) -> Any:
         watch.in_graph = True
