@@ -243,6 +243,7 @@ def _block_name(mlp: MlpSpec | MoeSpec) -> str:
 def _settings(footprint: Footprint) -> dict[str, Any]:
     return {
         "device": footprint.device,
+        "ranks": footprint.world_size,
         "dtype": footprint.dtype,
         "ssm_dtype": footprint.ssm_dtype,
         "page_size": footprint.page_size,
@@ -326,6 +327,8 @@ def _heading(found: Mapping[str, Any]) -> dict[str, str]:
         layers.append(f"{model['mtp_layers']} MTP")
     has_state = found["sizes"][0]["state_bytes_per_request"] > 0
     state = f", state {settings['ssm_dtype']}, L = {settings['replay_len']}" if has_state else ""
+    if settings["ranks"] > 1:
+        state += f"; sizes below and of weights are those of one of {settings['ranks']} ranks"
     return {
         "model": f"{model['model_type']}{inside}, {model['config']}",
         "layers": ", ".join(layers),

@@ -23,6 +23,9 @@ class EngineOptions:
     """Where weights come from; dummy makes them up from the config alone."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs."""
+    tp: int = 1
+    """Tensor parallelism: processes that the model is split over, each with a GPU of its own, or
+    all with their share of this machine's CPU and memory."""
     dtype: DtypeName = "auto"
     """Type of weights, activations and KV; auto: the checkpoint's on a GPU, float32 on a CPU."""
     ssm_dtype: DtypeName = "auto"
@@ -48,7 +51,8 @@ class EngineOptions:
     speculative_simulate_acceptance: float | None = None
     """Mean tokens per step to pretend, for benchmarks with --load-format dummy."""
     num_threads: int | None = None
-    """Threads of the CPU device; default: as torch is set up."""
+    """Threads of the CPU device, in each process with --tp; default: as torch is set up, divided
+    by --tp."""
     seed: int | None = None
     """Makes the seeds of unseeded requests, and dummy weights, reproducible."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from gapless.config.options import EngineOptions
 from gapless.core.footprint import Footprint
+from gapless.core.parallel import check_world_size
 from gapless.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ MOST_DRAFTS = 15
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """What the engine needs to know about the device, measured by the caller."""
+    """What the engine needs to know about the device of one rank, measured by the caller."""
 
     kind: str  # "cpu" or "cuda"
     free_bytes: int
@@ -37,6 +38,8 @@ class Config:
     """Every setting of a running engine, decided; nothing here changes afterwards."""
 
     device: str
+    tp: int
+    """Ranks; memory and threads are those of one."""
     dtype: str
     ssm_dtype: str
     max_model_len: int
@@ -90,6 +93,7 @@ def resolve(
     )
     return Config(
         device=device.kind,
+        tp=options.tp,
         dtype=footprint.dtype,
         ssm_dtype=footprint.ssm_dtype,
         max_model_len=max_model_len,
@@ -120,6 +124,7 @@ def resolve_footprint(
         ConfigError: an option is out of range, or has no effect on this model or device.
     """
     _check_ranges(options)
+    check_world_size(architecture, options.tp)
     _check_effective(options, architecture, device)
     dtype = _dtype(options, checkpoint_dtype, on_gpu=device.kind == "cuda")
     return Footprint(
@@ -130,6 +135,7 @@ def resolve_footprint(
         page_size=_choose("page_size", options.page_size, 16),
         replay_len=_choose("linear_replayssm_cache_len", options.linear_replayssm_cache_len, 16),
         max_window=1,
+        world_size=options.tp,
     )
 
 
@@ -197,6 +203,16 @@ def _check_drafting(options: EngineOptions) -> None:
         )
 
 
+def num_ranks(options: EngineOptions) -> int:
+    """Processes that the model is split over.
+
+    Raises:
+        ConfigError: it is no integer of at least 1.
+    """
+    _check_at_least_1("tp", options.tp)
+    return options.tp
+
+
 def memory_budget(options: EngineOptions, device: DeviceInfo) -> int:
     """Bytes that weights, state and KV pages may take together."""
     fraction = options.mem_fraction
@@ -234,10 +250,9 @@ def _check_ranges(options: EngineOptions) -> None:
         "num_threads",
     ):
         value = _field(options, name)
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ):
-            raise ConfigError(f"{name}={value!r}: want an integer of at least 1")
+        if value is not None:
+            _check_at_least_1(name, value)
+    num_ranks(options)
     if options.max_model_len == 1:
         raise ConfigError("max_model_len=1: want at least 2, one token of prompt and one of output")
     fraction = options.mem_fraction
@@ -250,6 +265,11 @@ def _check_ranges(options: EngineOptions) -> None:
         value, allowed = _field(options, name), get_args(hints[name])
         if value not in allowed:
             raise ConfigError(f"{name}={value!r}: want one of {', '.join(allowed)}")
+
+
+def _check_at_least_1(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}={value!r}: want an integer of at least 1")
 
 
 def _field(options: EngineOptions, name: str) -> Any:

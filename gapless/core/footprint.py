@@ -1,4 +1,4 @@
-"""Bytes of device memory that a model takes: its weights, and every part of its pools.
+"""Bytes of device memory that a model takes on each rank: its weights, and its pools' parts.
 
 The one set of formulas behind the memory budget (`config/resolve.py`) and `gapless inspect`. They
 say what `runner/pools.py` allocates, byte for byte, and what loading fills; activations, rotary
@@ -17,6 +17,7 @@ from gapless.core.architecture import (
     LinearSpec,
     MoeSpec,
 )
+from gapless.core.parallel import architecture_of_rank, head_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,13 @@ class Footprint:
     max_window: int  # W_max
     uses_mtp: bool = True
     """Whether a window above 1 is drafted by the model's MTP layers, where it has some."""
+    world_size: int = 1
+    """Ranks that the model is split over; all sizes are those of one rank, of the largest one."""
+
+    @property
+    def own(self) -> Architecture:
+        """Sizes of one rank's part of the model; its embedding and head are given whole."""
+        return architecture_of_rank(self.architecture, self.world_size)
 
     @property
     def acc_dtype(self) -> str:
@@ -51,16 +59,19 @@ class Footprint:
     @property
     def weight_bytes_by_dtype(self) -> dict[str, int]:
         """Bytes of the loaded weights by the type that they are kept in."""
-        spec = self.architecture
+        spec = self.own
         count, acc_count = spec.num_parameters, spec.hidden_size
+        head = head_rows(spec.vocab_size, self.world_size) * spec.hidden_size
+        if not spec.ties_embeddings:
+            count += head - spec.vocab_size * spec.hidden_size
+        elif self.device == "cpu" or spec.vocab_size % self.world_size:
+            # a CPU wants the head input-major, the embedding row by row
+            count += head
         acc_count += sum(_num_acc_parameters(spec, layer) for layer in spec.layers)
         if self.has_mtp:
             count += num_mtp_parameters(spec)
             acc_count += 3 * spec.hidden_size
             acc_count += spec.num_mtp_layers * _num_acc_parameters(spec, mtp_layer(spec))
-        if spec.ties_embeddings and self.device == "cpu":
-            # a CPU wants the head input-major, the embedding row by row
-            count += spec.vocab_size * spec.hidden_size
         found = dict.fromkeys((self.dtype, self.acc_dtype), 0)
         found[self.dtype] += (count - acc_count) * DTYPE_BYTES[self.dtype]
         found[self.acc_dtype] += acc_count * DTYPE_BYTES[self.acc_dtype]
@@ -69,14 +80,14 @@ class Footprint:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token in all layers but the MTP layers."""
-        return self.architecture.kv_bytes_per_token(self.dtype)
+        return self.own.kv_bytes_per_token(self.dtype)
 
     @property
     def mtp_kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token in the MTP layers that are in use."""
         if not self.has_mtp:
             return 0
-        mixer = mtp_layer(self.architecture).mixer
+        mixer = mtp_layer(self.own).mixer
         assert isinstance(mixer, AttentionSpec), "an MTP layer attends"
         return self.architecture.num_mtp_layers * mixer.kv_bytes_per_token(self.dtype)
 
@@ -88,12 +99,12 @@ class Footprint:
     @property
     def state_bytes(self) -> int:
         """Bytes of one request's recurrent state."""
-        return self.architecture.state_bytes_per_row(self.ssm_dtype)
+        return self.own.state_bytes_per_row(self.ssm_dtype)
 
     @property
     def ring_bytes(self) -> int:
         """Bytes of one slot's replay and convolution rings."""
-        return self.architecture.ring_bytes_per_slot(self.dtype, self.replay_len, self.max_window)
+        return self.own.ring_bytes_per_slot(self.dtype, self.replay_len, self.max_window)
 
     @property
     def request_bytes(self) -> int:
@@ -104,9 +115,7 @@ class Footprint:
     def fixed_bytes(self) -> int:
         """Bytes of the pools with no request: the null page, the null slot's rings, the null and
         the zero state row, and one zero entry of each ring."""
-        zero_entries = sum(
-            spec.ring_bytes(self.dtype, 1, 1) for spec in self.architecture.linear_layers
-        )
+        zero_entries = sum(spec.ring_bytes(self.dtype, 1, 1) for spec in self.own.linear_layers)
         return self.page_bytes + self.ring_bytes + 2 * self.state_bytes + zero_entries
 
     def pool_bytes(self, *, num_requests: int, num_pages: int) -> int:

@@ -57,7 +57,8 @@ class Engine:
         self.default_params = _default_params(loaded.hf.generation)
         self._seeds = random.Random(options.seed)
         self.scheduler = Scheduler(_limits(self.config))
-        self._loop = EngineLoop(self.scheduler, loaded.runner.run)
+        self._loop = EngineLoop(self.scheduler, loaded.run)
+        self._close = loaded.close
         self._live: dict[str, _Live] = {}
         self._refused: list[Update] = []
 
@@ -65,6 +66,10 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return self._loop.has_work or bool(self._refused)
+
+    def close(self) -> None:
+        """End the worker processes, if there are any; nothing can run afterwards."""
+        self._close()
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise what `submit` would.

@@ -107,6 +107,10 @@ class LLM:
         next(following)
         return cast("Generator[Update, None, None]", following)
 
+    def close(self) -> None:
+        """End the processes that `tp` above 1 started; they also end with this object."""
+        self._engine.close()
+
     def abort(self, request_id: str) -> None:
         """End a request; its stream gets a last update with finish reason `abort`."""
         self._deliver(self._engine.abort(request_id))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,10 @@ import torch
 
 from gapless.assets import demo_checkpoint
 from gapless.config.hf import HfConfig, read_hf_config
-from gapless.config.resolve import Config, DeviceInfo, resolve
-from gapless.errors import BackendUnavailable
-from gapless.layers.placement import Placement
+from gapless.config.resolve import Config, DeviceInfo, num_ranks, resolve
+from gapless.engine.worker import Workers
+from gapless.errors import BackendUnavailable, ConfigError
+from gapless.layers.placement import Alone, Placement
 from gapless.models.checkpoint import resolve_checkpoint, weight_files
 from gapless.models.loader import dummy_weights, load_weights, stored_tensors, text_prefix
 from gapless.models.mtp import MTP_PREFIX, MTP_RULE, MtpHead
@@ -26,10 +28,33 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gapless.config.options import EngineOptions
+    from gapless.core.plan import StepPlan
+    from gapless.engine.loop import Handle
+    from gapless.layers.placement import Communicator
     from gapless.models.decoder import Decoder
     from gapless.models.loader import IgnoreRule
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Weight files and the canonical names of what they hold."""
+
+    files: list[Path]
+    names: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What every rank builds its part of the model from; travels to the worker processes."""
+
+    checkpoint: Path
+    hf: HfConfig
+    config: Config
+    weights: _Weights | None
+    """None: they are made up."""
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -40,10 +65,43 @@ class LoadedModel:
     hf: HfConfig
     config: Config
     runner: Runner
+    workers: Workers | None
+    """The ranks above 0, if there are any."""
+
+    def run(self, plan: StepPlan) -> Handle:
+        """Launch a step on all ranks.
+
+        Raises:
+            InternalError: a rank has ended.
+        """
+        return (
+            self.runner.run(plan) if self.workers is None else self.workers.run(self.runner, plan)
+        )
+
+    def close(self) -> None:
+        """End the worker processes, if there are any; the model cannot run afterwards."""
+        if self.workers is not None:
+            self.workers.close()
 
 
 def load(options: EngineOptions) -> LoadedModel:
     """Read, decide, allocate and load, failing as early as each fault can be seen."""
+    recipe = decide(options)
+    checkpoint, hf, config = recipe.checkpoint, recipe.hf, recipe.config
+    if config.tp == 1:
+        return LoadedModel(checkpoint, hf, config, build(recipe, 0, Alone()), None)
+    workers = Workers(device=config.device, world_size=config.tp, build=partial(build, recipe))
+    try:
+        runner = build(recipe, 0, workers.communicator)
+        workers.wait_until_ready()
+    except BaseException:
+        workers.close()
+        raise
+    return LoadedModel(checkpoint, hf, config, runner, workers)
+
+
+def decide(options: EngineOptions) -> Recipe:
+    """Find the checkpoint, read its config and headers, and decide every setting."""
     if options.model is None:
         logger.info("model = the bundled demo model (none was named)")
         checkpoint = demo_checkpoint()
@@ -56,24 +114,21 @@ def load(options: EngineOptions) -> LoadedModel:
         weights is None or any(name.startswith(MTP_PREFIX) for name in weights.names)
     )
     config = resolve(options, architecture, hf.dtype, device_info(options), has_mtp_weights=has_mtp)
+    return Recipe(checkpoint, hf, config, weights, options.seed or 0)
+
+
+def build(recipe: Recipe, rank: int, communicator: Communicator) -> Runner:
+    """Allocate and load one rank's part of a model, and make its runner."""
+    config = recipe.config
     if config.device == "cpu":
         torch.set_num_threads(config.num_threads)
     dtype: torch.dtype = vars(torch)[config.dtype]
-    place = Placement(torch.device(config.device), dtype)
-    module = model_module(hf.model_type)
+    place = Placement(torch.device(config.device), dtype, rank, config.tp, communicator)
+    architecture, module = read_architecture(recipe.hf), model_module(recipe.hf.model_type)
     model: Decoder = module.build(architecture, place, num_positions=num_positions(config))
     mtp = MtpHead(architecture, place) if config.drafter == "mtp" else None
-    _fill(model, mtp, weights, module.ignore_rules(architecture), options.seed or 0)
-    runner = Runner(make_device(model, mtp, config, place), config)
-    return LoadedModel(checkpoint, hf, config, runner)
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """Weight files and the canonical names of what they hold."""
-
-    files: list[Path]
-    names: frozenset[str]
+    _fill(model, mtp, recipe.weights, module.ignore_rules(architecture), recipe.seed)
+    return Runner(make_device(model, mtp, config, place), config)
 
 
 def _find_weights(options: EngineOptions, checkpoint: Path) -> _Weights | None:
@@ -110,23 +165,32 @@ def _fill(
 
 
 def device_info(options: EngineOptions) -> DeviceInfo:
-    """Find the device that the options ask for, and measure its free memory.
+    """Find the device that the options ask for, and measure what one rank may use of it.
 
     Raises:
         BackendUnavailable: a GPU is asked for and there is none.
+        ConfigError: there are fewer GPUs than ranks.
     """
-    kind = options.device
+    kind, tp = options.device, num_ranks(options)
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         logger.info("device = %s (%s)", kind, "found" if kind == "cuda" else "no GPU found")
     if kind == "cuda":
+        num_gpus = torch.cuda.device_count()
+        if tp > 1 and num_gpus < tp:
+            raise ConfigError(
+                f"tp={tp} needs {tp} GPUs, torch finds {num_gpus} (CUDA_VISIBLE_DEVICES may hide "
+                f"some); use tp={max(1, num_gpus)}, or device=cpu"
+            )
         if not torch.cuda.is_available():
             raise BackendUnavailable(
                 "device=cuda, but torch finds no GPU; install gapless[cuda] on a machine with one, "
                 "or use device=cpu"
             )
-        return DeviceInfo("cuda", torch.cuda.mem_get_info()[0], num_threads=1)
-    return DeviceInfo("cpu", _free_host_bytes(), torch.get_num_threads())
+        ranks = range(tp) if tp > 1 else [torch.cuda.current_device()]
+        free = min(torch.cuda.mem_get_info(index)[0] for index in ranks)
+        return DeviceInfo("cuda", free, num_threads=1)
+    return DeviceInfo("cpu", _free_host_bytes() // tp, max(1, torch.get_num_threads() // tp))
 
 
 def _free_host_bytes() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
+from gapless.errors import InternalError
 from gapless.scheduler.scheduler import RUN_AHEAD
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class EngineLoop:
         self._scheduler = scheduler
         self._run = run
         self._unread: deque[tuple[StepPlan, Handle]] = deque()
+        self._failure: str | None = None
 
     @property
     def has_work(self) -> bool:
@@ -36,7 +38,20 @@ class EngineLoop:
         return self._scheduler.has_work or bool(self._unread)
 
     def step(self) -> list[Delta]:
-        """Launch the next step and return the news of the one before it."""
+        """Launch the next step and return the news of the one before it.
+
+        Raises:
+            InternalError: the engine cannot go on, now or since an earlier step.
+        """
+        if self._failure is not None:
+            raise InternalError(f"this engine has failed before: {self._failure}")
+        try:
+            return self._step()
+        except InternalError as error:
+            self._failure = str(error)
+            raise
+
+    def _step(self) -> list[Delta]:
         plan = self._scheduler.schedule()
         if plan is not None:
             self._unread.append((plan, self._run(plan)))

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gapless.layers.linear import Linear
+from gapless.core.parallel import attention_of_rank
+from gapless.layers.linear import Linear, PartialLinear
 from gapless.ops.norm import rms_norm
 from gapless.ops.rope import apply_rotary
 
@@ -15,13 +16,15 @@ if TYPE_CHECKING:
     from gapless.core.architecture import AttentionSpec
     from gapless.layers.batch import AttentionBatch, LayerMemory
     from gapless.layers.placement import Placement
+    from gapless.layers.shard import Target
 
 
 class Attention:
     """Grouped-query attention; q, k, v and the gate come from one projection.
 
     Checkpoints interleave the gate with q, head by head; `finalize` reorders the rows to
-    `[gate | q | k | v]`, so that q and k are normalised and rotated together.
+    `[gate | q | k | v]`, so that q and k are normalised and rotated together. A rank keeps a share
+    of the heads.
     """
 
     def __init__(
@@ -33,15 +36,21 @@ class Attention:
         eps: float,
         is_zero_centred: bool,
     ) -> None:
-        self._spec = spec
+        q_dim = spec.head_dim * (2 if spec.has_output_gate else 1)
+        kv_share = place.head_share(spec.num_kv_heads, spec.head_dim)
+        self._in_shares = {
+            "q_proj": place.share(spec.num_heads * q_dim),
+            "k_proj": kv_share,
+            "v_proj": kv_share,
+        }
+        out_share = place.share(spec.num_heads * spec.head_dim)
+        self._spec = spec = attention_of_rank(spec, place.world_size)
         self._eps = eps
-        self._q_size = spec.num_heads * spec.head_dim
-        self._kv_size = spec.num_kv_heads * spec.head_dim
-        q_rows = self._q_size * (2 if spec.has_output_gate else 1)
-        self._in_proj = Linear(
-            hidden_size, q_rows + 2 * self._kv_size, place, has_bias=spec.has_bias
-        )
-        self._out_proj = Linear(self._q_size, hidden_size, place, has_bias=spec.has_bias)
+        self._communicator = place.communicator
+        self._q_size, self._kv_size = out_share.length, kv_share.length
+        in_rows = sum(share.length for share in self._in_shares.values())
+        self._in_proj = Linear(hidden_size, in_rows, place, has_bias=spec.has_bias)
+        self._out_proj = PartialLinear(out_share, hidden_size, place, has_bias=spec.has_bias)
         self._norm_shift = 1.0 if is_zero_centred else 0.0
         self._q_norm = place.acc_weight(spec.head_dim)
         self._k_norm = place.acc_weight(spec.head_dim)
@@ -69,18 +78,12 @@ class Attention:
         out = batch.attention.run(q, memory, spec.head_dim**-0.5).reshape(tokens, -1)
         if spec.has_output_gate:
             out = out * gate.sigmoid()
-        return self._out_proj(out)
+        return self._communicator.all_reduce(self._out_proj(out))
 
-    def targets(self, prefix: str) -> dict[str, Tensor]:
+    def targets(self, prefix: str) -> dict[str, Target]:
         """Checkpoint names and where they go."""
-        found = self._in_proj.targets(
-            prefix,
-            {
-                "q_proj": self._in_proj.weight.shape[0] - 2 * self._kv_size,
-                "k_proj": self._kv_size,
-                "v_proj": self._kv_size,
-            },
-        ) | self._out_proj.targets(prefix, {"o_proj": self._out_proj.weight.shape[0]})
+        found = self._in_proj.targets(prefix, self._in_shares)
+        found |= self._out_proj.targets(f"{prefix}o_proj")
         if self._spec.has_qk_norm:
             found[f"{prefix}q_norm.weight"] = self._q_norm
             found[f"{prefix}k_norm.weight"] = self._k_norm

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gapless.core.parallel import linear_of_rank
 from gapless.layers.batch import (
     AttentionBatch,
     LayerMemory,
@@ -15,7 +17,8 @@ from gapless.layers.batch import (
     PrefillBatch,
     WindowBatch,
 )
-from gapless.layers.linear import Linear
+from gapless.layers.linear import Linear, PartialLinear
+from gapless.layers.shard import target
 from gapless.ops.causal_conv import causal_conv
 from gapless.ops.linear_chunk import chunk_prefill
 from gapless.ops.linear_replay import replay_window
@@ -24,23 +27,60 @@ from gapless.ops.norm import gated_rms_norm
 if TYPE_CHECKING:
     from gapless.core.architecture import LinearSpec
     from gapless.layers.placement import Placement
+    from gapless.layers.shard import Share, Target
 
 # inside the root of the q/k norm, fixed by the model family whatever rms_norm_eps says
 L2NORM_EPS = 1e-6
 
 
+@dataclass(frozen=True)
+class _Shares:
+    """What one rank keeps of each stored axis."""
+
+    channels: Share  # under the convolution: of q, of k and of v
+    values: Share  # value features
+    heads: Share  # value heads
+    inputs: dict[str, Share]  # rows of the input projections, by name
+
+    @classmethod
+    def of(cls, spec: LinearSpec, place: Placement) -> _Shares:
+        key_size = spec.num_key_heads * spec.key_dim
+        value_size = spec.num_value_heads * spec.value_dim
+        channels = place.share(key_size, key_size, value_size)
+        values, heads = place.share(value_size), place.share(spec.num_value_heads)
+        if spec.has_grouped_rows:
+            # each key head's rows stand together
+            inputs = {
+                "in_proj_qkvz": place.share(spec.conv_channels + value_size),
+                "in_proj_ba": place.share(2 * spec.num_value_heads),
+            }
+        else:
+            inputs = {
+                "in_proj_qkv": channels,
+                "in_proj_z": values,
+                "in_proj_b": heads,
+                "in_proj_a": heads,
+            }
+        return cls(channels, values, heads, inputs)
+
+
 class GatedDeltaNet:
-    """`beta = sigmoid(b)`, `log_decay = -exp(A_log) softplus(a + dt_bias)`, float32 or more."""
+    """`beta = sigmoid(b)`, `log_decay = -exp(A_log) softplus(a + dt_bias)`, float32 or more.
+
+    A rank keeps a share of the key heads and the value heads that belong to them.
+    """
 
     def __init__(self, hidden_size: int, spec: LinearSpec, place: Placement, *, eps: float) -> None:
-        self._spec = spec
+        self._shares = _Shares.of(spec, place)
+        self._spec = spec = linear_of_rank(spec, place.world_size)
         self._eps = eps
+        self._communicator = place.communicator
         self._value_size = spec.num_value_heads * spec.value_dim
         self._sizes = [
             spec.conv_channels, self._value_size, spec.num_value_heads, spec.num_value_heads
         ]  # fmt: skip
         self._in_proj = Linear(hidden_size, sum(self._sizes), place)
-        self._out_proj = Linear(self._value_size, hidden_size, place)
+        self._out_proj = PartialLinear(self._shares.values, hidden_size, place)
         self._conv = place.weight(spec.conv_channels, spec.conv_width)
         self._neg_decay_rate = place.acc_weight(spec.num_value_heads)
         self._dt_bias = place.acc_weight(spec.num_value_heads)
@@ -81,7 +121,7 @@ class GatedDeltaNet:
         out = gated_rms_norm(
             out.reshape(heads), gate.reshape(heads), self._norm, self._eps, activation="silu"
         )
-        return self._out_proj(out.reshape(x.shape[0], -1))
+        return self._communicator.all_reduce(self._out_proj(out.reshape(x.shape[0], -1)))
 
     def _convolve(
         self, mixed: Tensor, memory: LinearMemory, batch: WindowBatch | PrefillBatch
@@ -95,21 +135,16 @@ class GatedDeltaNet:
             ring.index_copy_(0, batch.conv_write, mixed)
         return causal_conv(source, batch.conv_taps, self._conv, None, activation="silu")
 
-    def targets(self, prefix: str) -> dict[str, Tensor]:
+    def targets(self, prefix: str) -> dict[str, Target]:
         """Checkpoint names and where they go."""
-        mixed, gate, b, a = self._sizes
-        parts = (
-            {"in_proj_qkvz": mixed + gate, "in_proj_ba": b + a}
-            if self._spec.has_grouped_rows
-            else {"in_proj_qkv": mixed, "in_proj_z": gate, "in_proj_b": b, "in_proj_a": a}
-        )
+        shares = self._shares
         return (
-            self._in_proj.targets(prefix, parts)
-            | self._out_proj.targets(prefix, {"out_proj": self._out_proj.weight.shape[0]})
+            self._in_proj.targets(prefix, shares.inputs)
+            | self._out_proj.targets(f"{prefix}out_proj")
             | {
-                f"{prefix}conv1d.weight": self._conv.unsqueeze(1),
-                f"{prefix}A_log": self._neg_decay_rate,
-                f"{prefix}dt_bias": self._dt_bias,
+                f"{prefix}conv1d.weight": target(self._conv.unsqueeze(1), 0, shares.channels),
+                f"{prefix}A_log": target(self._neg_decay_rate, 0, shares.heads),
+                f"{prefix}dt_bias": target(self._dt_bias, 0, shares.heads),
                 f"{prefix}norm.weight": self._norm,
             }
         )

@@ -9,11 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gapless.core.architecture import Architecture, AttentionSpec, LayerSpec, MoeSpec
+from gapless.core.parallel import head_rows
 from gapless.layers.attention import Attention
 from gapless.layers.delta_net import GatedDeltaNet
 from gapless.layers.mlp import GatedMlp
 from gapless.layers.moe import SparseMlp
 from gapless.layers.norm import RmsNorm
+from gapless.layers.shard import target
 from gapless.models.loader import IgnoreRule
 from gapless.ops.rope import rotary_table
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
     from gapless.layers.batch import AttentionBatch, LayerMemory
     from gapless.layers.placement import Placement
+    from gapless.layers.shard import Target
 
 
 class Loadable(Protocol):
@@ -71,9 +74,9 @@ class DecoderLayer:
             x = x + self._delta_net(normed, memory, batch)
         return x + self._mlp(self._mlp_norm(x))
 
-    def targets(self, prefix: str, stored_names: Collection[str]) -> dict[str, Tensor]:
+    def targets(self, prefix: str, stored_names: Collection[str]) -> dict[str, Target]:
         """Checkpoint names and where they go, see `Decoder.targets`."""
-        found = {
+        found: dict[str, Target] = {
             f"{prefix}input_layernorm.weight": self._input_norm.weight,
             f"{prefix}post_attention_layernorm.weight": self._mlp_norm.weight,
         }
@@ -95,7 +98,11 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A causal language model over the memory that the runner owns."""
+    """A causal language model over the memory that the runner owns.
+
+    The vocabulary head's rows are split over the ranks and the logits gathered, so that all ranks
+    sample from the same bits.
+    """
 
     def __init__(
         self,
@@ -120,12 +127,18 @@ class Decoder:
         self._norm = RmsNorm(
             spec.hidden_size, spec.norm_eps, place, is_zero_centred=is_zero_centred
         )
-        # a tied head is the embedding, unless its products want the other layout
-        self._head = (
-            self._embedding
-            if spec.ties_embeddings and not place.is_input_major
-            else place.matrix(spec.vocab_size, spec.hidden_size)
+        rows = head_rows(spec.vocab_size, place.world_size)
+        self._head_share = place.padded_share(spec.vocab_size, rows)
+        # a tied head is part of the embedding, unless its products want the other layout
+        self._copies_embedding = spec.ties_embeddings and (
+            place.is_input_major or self._head_share.length < rows
         )
+        if spec.ties_embeddings and not self._copies_embedding:
+            self._head = self._own_embeddings()
+        else:
+            self._head = place.matrix(rows, spec.hidden_size)
+            self._head[self._head_share.length :].zero_()
+        self._communicator = place.communicator
         self._rotary = _rotary(architecture, num_positions, place)
 
     def forward(
@@ -148,31 +161,43 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Project `[N, D]` to vocabulary logits `[N, V]`, float32 or more."""
-        return F.linear(hidden, self._head).to(self._acc_dtype)
+        logits = self._communicator.all_gather(F.linear(hidden, self._head))
+        return logits[:, : self.architecture.vocab_size].to(self._acc_dtype)
 
-    def targets(self, stored_names: Collection[str]) -> dict[str, Tensor]:
+    def targets(self, stored_names: Collection[str]) -> dict[str, Target]:
         """Checkpoint names and the tensors they fill.
 
         Args: stored_names: canonical names that the files hold; they decide only where one weight
         is stored in several ways. Empty without files.
         """
-        found = {
+        found: dict[str, Target] = {
             "model.embed_tokens.weight": self._embedding,
             "model.norm.weight": self._norm.weight,
         }
         for index, layer in enumerate(self._layers):
             found |= layer.targets(f"model.layers.{index}.", stored_names)
         if not self.architecture.ties_embeddings:
-            found["lm_head.weight"] = self._head
+            found["lm_head.weight"] = target(self._own_head(), 0, self._head_share)
         return found
 
     def finalize(self) -> None:
         """Derive what is derived from weights, once, after loading."""
-        if self.architecture.ties_embeddings and self._head is not self._embedding:
-            self._head.copy_(self._embedding)
+        if self._copies_embedding:
+            self._own_head().copy_(self._own_embeddings())
         parts: list[Loadable] = [self._norm, *self._layers]
         for part in parts:
             part.finalize()
+
+    def _own_head(self) -> Tensor:
+        """The head's rows without padding."""
+        return self._head[: self._head_share.length]
+
+    def _own_embeddings(self) -> Tensor:
+        """Embeddings of the tokens whose logits this rank makes."""
+        if self._head_share.length == self.architecture.vocab_size:
+            return self._embedding
+        ((start, length),) = self._head_share.ranges
+        return self._embedding[start : start + length]
 
 
 def head_rules(spec: Architecture) -> list[IgnoreRule]:

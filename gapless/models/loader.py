@@ -18,10 +18,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gapless.errors import ModelError, UnsupportedModel, WeightMismatch
+from gapless.layers.shard import Shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
+
+    from gapless.layers.shard import Target
 
 LOADABLE_DTYPES = ("F64", "F32", "BF16", "F16")
 
@@ -76,10 +79,12 @@ class LoadReport:
     """Canonical names of the skipped tensors, by rule."""
 
 
-class _Header(Protocol):
+class _Slice(Protocol):
     def get_shape(self) -> list[int]: ...
 
     def get_dtype(self) -> str: ...
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor: ...
 
 
 class _OpenFile(Protocol):
@@ -87,7 +92,7 @@ class _OpenFile(Protocol):
 
     def keys(self) -> list[str]: ...
 
-    def get_slice(self, name: str) -> _Header: ...
+    def get_slice(self, name: str) -> _Slice: ...
 
     def get_tensor(self, name: str) -> Tensor: ...
 
@@ -122,19 +127,20 @@ def stored_tensors(files: Sequence[Path]) -> list[StoredTensor]:
 
 def load_weights(
     files: Sequence[Path],
-    targets: Mapping[str, Tensor],
+    targets: Mapping[str, Target],
     *,
     canonical: Callable[[str], str],
     ignore: Sequence[IgnoreRule],
 ) -> LoadReport:
     """Copy every stored tensor into its target, one at a time, converting dtypes.
 
-    Host memory beyond the targets stays at one mapped file.
+    Of a shard's tensor only the share is read. Host memory beyond the targets stays at one mapped
+    file.
 
     Args:
         files: safetensors files that together hold the weights.
         targets: canonical name -> destination, written in place: a tensor or view of exactly the
-            stored shape, on its own device and in its own dtype.
+            stored shape, or a shard of it, on its own device and in its own dtype.
         canonical: stored name -> canonical name.
         ignore: rules for tensors that are no targets; one log line for each that applied.
 
@@ -169,25 +175,42 @@ def load_weights(
     return LoadReport(
         num_files=len(files),
         num_tensors=len(targets),
-        num_bytes=sum(target.numel() * target.element_size() for target in targets.values()),
+        num_bytes=sum(_held(target).nbytes for target in targets.values()),
         ignored={rule: tuple(skipped) for rule, skipped in ignored.items()},
     )
 
 
-def dummy_weights(targets: Mapping[str, Tensor], seed: int) -> None:
+def dummy_weights(targets: Mapping[str, Target], seed: int) -> None:
     """Fill targets with small random values that keep activations finite; reads no files.
 
-    A tensor's values depend on its name, shape, dtype, device and `seed`, not on the others.
+    A tensor's values depend on its name, shape, dtype, device and `seed`, not on the others. A
+    shard's are its share of the whole tensor's, which is made up for a moment.
     """
     generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():
         for name, target in targets.items():
-            generator = generators.get(target.device)
+            held = _held(target)
+            generator = generators.get(held.device)
             if generator is None:
-                generator = generators[target.device] = torch.Generator(target.device)
+                generator = generators[held.device] = torch.Generator(held.device)
             digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
             generator.manual_seed(int.from_bytes(digest) >> 1)
-            _fill_dummy(name, target, generator)
+            if isinstance(target, Shard):
+                whole = _empty_stored(target)
+                _fill_dummy(name, whole, generator)
+                for piece, index in target.pieces():
+                    piece.copy_(whole[index])
+            else:
+                _fill_dummy(name, target, generator)
+
+
+def _empty_stored(shard: Shard) -> Tensor:
+    """Make a tensor of the stored shape, its axes in memory in the shard's order."""
+    held, shape = shard.tensor, shard.stored_shape
+    # values are drawn in the order of memory
+    if held.ndim == 2 and held.stride(0) < held.stride(1):
+        return held.new_empty(shape[::-1]).t()
+    return held.new_empty(shape)
 
 
 def _fill_dummy(name: str, target: Tensor, generator: torch.Generator) -> None:
@@ -219,7 +242,7 @@ def _check_dtypes(wanted: Mapping[str, Sequence[StoredTensor]]) -> None:
 
 def _check_fit(
     wanted: Mapping[str, Sequence[StoredTensor]],
-    targets: Mapping[str, Tensor],
+    targets: Mapping[str, Target],
     unexpected: Sequence[StoredTensor],
 ) -> None:
     missing = [name for name in targets if name not in wanted]
@@ -229,10 +252,10 @@ def _check_fit(
         if len(tensors) > 1
     ]
     misshapen = [
-        f"{tensor}, want {list(targets[name].shape)}"
+        f"{tensor}, want {list(_stored_shape(targets[name]))}"
         for name, tensors in wanted.items()
         for tensor in tensors
-        if tensor.shape != tuple(targets[name].shape)
+        if tensor.shape != _stored_shape(targets[name])
     ]
     problems = [
         f"{len(names)} {kind}: {_listed(names)}"
@@ -255,12 +278,13 @@ def _check_fit(
 
 
 def _check_copies(
-    rule: IgnoreRule, skipped: Mapping[str, StoredTensor], targets: Mapping[str, Tensor]
+    rule: IgnoreRule, skipped: Mapping[str, StoredTensor], targets: Mapping[str, Target]
 ) -> None:
     """Check that skipped tensors equal the target that stands for them."""
     if rule.copy_of is None:
         return
     original = targets[rule.copy_of]
+    assert isinstance(original, Tensor), f"{rule.copy_of} is whole on every rank"
     for tensor in skipped.values():
         with _opened(tensor.file) as handle:
             same = tensor.shape == tuple(original.shape) and torch.equal(
@@ -273,15 +297,32 @@ def _check_copies(
             )
 
 
-def _copy_file(file: Path, targets: Mapping[str, Tensor]) -> None:
+def _copy_file(file: Path, targets: Mapping[str, Target]) -> None:
     """Copy one file's tensors, given by stored name."""
     if not targets:
         return
     with _opened(file) as handle, torch.no_grad():
         for name in handle.keys():  # noqa: SIM118
             if name in targets:
-                # not bound to a name: the tensor is gone before the next one is read
-                targets[name].copy_(handle.get_tensor(name))
+                _copy(handle, name, targets[name])
+
+
+def _copy(handle: _OpenFile, name: str, target: Target) -> None:
+    """Copy a stored tensor, or what a rank keeps of it."""
+    # what is read is not bound to a name: it is gone before the next is read
+    if isinstance(target, Shard):
+        for piece, index in target.pieces():
+            piece.copy_(handle.get_slice(name)[index])
+    else:
+        target.copy_(handle.get_tensor(name))
+
+
+def _held(target: Target) -> Tensor:
+    return target.tensor if isinstance(target, Shard) else target
+
+
+def _stored_shape(target: Target) -> tuple[int, ...]:
+    return target.stored_shape if isinstance(target, Shard) else tuple(target.shape)
 
 
 @contextmanager

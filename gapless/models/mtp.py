@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gapless.core.architecture import Architecture
     from gapless.layers.batch import AttentionBatch, LayerMemory
     from gapless.layers.placement import Placement
+    from gapless.layers.shard import Target
     from gapless.models.decoder import Decoder
 
 
@@ -64,9 +65,11 @@ class MtpHead:
             x = layer(x, rotary, layer_memory, batch)
         return self._norms["norm"](x)
 
-    def targets(self, stored_names: Collection[str]) -> dict[str, Tensor]:
+    def targets(self, stored_names: Collection[str]) -> dict[str, Target]:
         """Checkpoint names and the tensors they fill, see `Decoder.targets`."""
-        found = {f"mtp.{name}.weight": norm.weight for name, norm in self._norms.items()}
+        found: dict[str, Target] = {
+            f"mtp.{name}.weight": norm.weight for name, norm in self._norms.items()
+        }
         found["mtp.fc.weight"] = self._merge.weight
         for index, layer in enumerate(self._layers):
             found |= layer.targets(f"mtp.layers.{index}.", stored_names)

@@ -15,6 +15,7 @@ from gapless.core.architecture import (
     ring_capacity,
 )
 from gapless.core.footprint import mtp_layer
+from gapless.core.parallel import architecture_of_rank
 from gapless.errors import UnsupportedModel
 from gapless.layers.batch import LayerMemory, LinearMemory
 from gapless.ops.linear_replay import ReplayMemory
@@ -49,7 +50,8 @@ def make_geometry(architecture: Architecture, config: Config) -> Geometry:
 def make_memory(
     architecture: Architecture, geometry: Geometry, place: Placement, ssm_dtype: torch.dtype
 ) -> list[LayerMemory]:
-    """Allocate every layer's memory; what is not a zero entry may hold anything."""
+    """Allocate every layer's memory on one rank; what is not a zero entry may hold anything."""
+    architecture = architecture_of_rank(architecture, place.world_size)
     return [
         _kv_pool(layer.mixer, geometry, place)
         if isinstance(layer.mixer, AttentionSpec)
@@ -62,7 +64,7 @@ def make_mtp_memory(
     architecture: Architecture, geometry: Geometry, place: Placement
 ) -> list[LayerMemory]:
     """Allocate the KV pools of the MTP layers, addressed by the same pages."""
-    mixer = mtp_layer(architecture).mixer
+    mixer = mtp_layer(architecture_of_rank(architecture, place.world_size)).mixer
     assert isinstance(mixer, AttentionSpec), "an MTP layer attends"
     return [_kv_pool(mixer, geometry, place) for _ in range(architecture.num_mtp_layers)]
 

@@ -1,0 +1,112 @@
+"""How a model's sizes divide over tensor-parallel ranks.
+
+Every rank keeps `1 / world_size` of the attention heads, of the linear layers' key heads with
+their value heads, and of each feed-forward block's and each expert's intermediate features.
+Embedding, router and norms are whole on each rank. With fewer KV heads than ranks, neighbouring
+ranks keep the same KV head. The vocabulary head is split by rows, the last ranks' padded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from gapless.core.architecture import (
+    Architecture,
+    AttentionSpec,
+    LayerSpec,
+    LinearSpec,
+    MlpSpec,
+    MoeSpec,
+)
+from gapless.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def attention_of_rank(spec: AttentionSpec, world_size: int) -> AttentionSpec:
+    """Sizes of one rank's part of an attention layer."""
+    return replace(
+        spec,
+        num_heads=spec.num_heads // world_size,
+        num_kv_heads=max(1, spec.num_kv_heads // world_size),
+    )
+
+
+def linear_of_rank(spec: LinearSpec, world_size: int) -> LinearSpec:
+    """Sizes of one rank's part of a linear-attention layer."""
+    return replace(
+        spec,
+        num_key_heads=spec.num_key_heads // world_size,
+        num_value_heads=spec.num_value_heads // world_size,
+    )
+
+
+def layer_of_rank(spec: LayerSpec, world_size: int) -> LayerSpec:
+    """Sizes of one rank's part of a layer."""
+    mixer, mlp = spec.mixer, spec.mlp
+    size = mlp.intermediate_size // world_size
+    return LayerSpec(
+        mixer=attention_of_rank(mixer, world_size)
+        if isinstance(mixer, AttentionSpec)
+        else linear_of_rank(mixer, world_size),
+        mlp=replace(mlp, intermediate_size=size, shared_size=mlp.shared_size // world_size)
+        if isinstance(mlp, MoeSpec)
+        else replace(mlp, intermediate_size=size),
+    )
+
+
+def architecture_of_rank(spec: Architecture, world_size: int) -> Architecture:
+    """Sizes of one rank's part of a model; its embedding and head are given whole."""
+    return replace(spec, layers=tuple(layer_of_rank(layer, world_size) for layer in spec.layers))
+
+
+def head_rows(vocab_size: int, world_size: int) -> int:
+    """Rows of the vocabulary head on each rank, padding included."""
+    return -(-vocab_size // world_size)
+
+
+def check_world_size(spec: Architecture, world_size: int) -> None:
+    """Check that a model divides over `world_size` ranks.
+
+    Raises:
+        ConfigError: it does not; every size in the way is named, and the numbers that would do.
+    """
+    wrong = list(_in_the_way(spec, world_size))
+    if not wrong:
+        return
+    # no more ranks than there are heads of any kind
+    most = max((s.num_heads for s in spec.attention_layers), default=0)
+    most = max([most, *(s.num_key_heads for s in spec.linear_layers)])
+    fitting = [str(n) for n in range(1, most + 1) if not any(_in_the_way(spec, n))]
+    raise ConfigError(
+        f"tp={world_size} does not divide {', '.join(wrong)} of {spec.model_type}; use tp="
+        f"{' or '.join(fitting)}"
+    )
+
+
+def _in_the_way(spec: Architecture, world_size: int) -> Iterator[str]:
+    """Sizes that do not divide, as config.json names them."""
+    sizes: dict[str, int] = {}
+    for layer in spec.layers:
+        sizes |= _divided(layer.mixer) | _divided(layer.mlp)
+    yield from (f"{name}={size}" for name, size in sizes.items() if size % world_size)
+    for kv_heads in sorted({s.num_kv_heads for s in spec.attention_layers}):
+        if kv_heads % world_size and world_size % kv_heads:
+            yield f"num_key_value_heads={kv_heads}, nor is it a multiple of that,"
+
+
+def _divided(part: AttentionSpec | LinearSpec | MlpSpec | MoeSpec) -> dict[str, int]:
+    """Sizes of a part that are split evenly."""
+    match part:
+        case AttentionSpec():
+            return {"num_attention_heads": part.num_heads}
+        case LinearSpec():
+            return {"linear_num_key_heads": part.num_key_heads}
+        case MlpSpec():
+            return {"intermediate_size": part.intermediate_size}
+        case MoeSpec():
+            shared = {"shared_expert_intermediate_size": part.shared_size}
+            own = {"moe_intermediate_size": part.intermediate_size}
+            return own | (shared if part.shared_size else {})
