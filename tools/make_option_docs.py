@@ -104,6 +104,8 @@ def _type_name(hint: Any) -> str:
         return ", ".join(f"`{argument}`" for argument in arguments)
     if get_origin(hint) is tuple:
         return f"list of {_type_name(arguments[0])}"
+    if get_origin(hint) is dict:
+        return "pairs of " + " and ".join(_type_name(argument) for argument in arguments)
     if arguments:
         return " or ".join(_type_name(argument) for argument in arguments)
     return {str: "text", int: "integer", float: "number", bool: "yes or no"}[hint]

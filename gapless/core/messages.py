@@ -23,6 +23,20 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """A token's natural log-probability under the model, given all tokens before it.
+
+    Of the model's own logits: before bias, penalties, temperature and filters.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The most likely tokens and theirs, as many as asked for, largest first, ties lowest id
+    first; the token itself may be one of them."""
+
+
+@dataclass(frozen=True)
 class Completion:
     """One finished continuation of a prompt."""
 
@@ -34,6 +48,8 @@ class Completion:
     finish_reason: FinishReason
     stop_reason: str | int | None = None
     """The stop string or token id that ended the text, if one did."""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """One per token of `token_ids`; None where they were not asked for."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +60,8 @@ class GenerationResult:
     prompt_token_ids: tuple[int, ...]
     completions: tuple[Completion, ...]
     usage: Usage
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """One per prompt token, None for the first; None where they were not asked for."""
 
     @property
     def text(self) -> str:
@@ -73,4 +91,8 @@ class Update:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
-    prompt_logprobs: tuple[float, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """One per token of `token_ids`; None where they were not asked for."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """One per prompt token after the first: with the first token of a prompt's first continuation,
+    if asked for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from gapless.core.request import FinishReason, Request
+
+LogprobRow = Sequence[float]
+"""A row of `StepResult`'s log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +83,14 @@ class StepResult:
     """[len(plan.decode)] int32; 0 for a row that was done when the step started."""
     decode_proposed: np.ndarray
     """[len(plan.decode)] int32: drafts that the row's window held."""
+    prefill_logprobs: np.ndarray | None = None
+    """[len(plan.sampled), 1 + 2n] float64, a row per first token, where a request wants it: the
+    token's log-probability, ids of the n most likely tokens, their log-probabilities."""
+    decode_logprobs: np.ndarray | None = None
+    """[len(plan.decode), W, 1 + 2n] float64: the same for `decode_tokens`."""
     prompt_logprobs: tuple[np.ndarray | None, ...] = ()
-    """Per prefill segment: [end - start] float64, entry i the log-probability of token
-    `start + i + 1` given all before it (the last entry of a last segment has no token: NaN)."""
+    """Per prefill segment: [end - start, 1 + 2n] float64, row i for token `start + i + 1` given all
+    before it (the last row of a last segment has no token: NaN)."""
 
 
 @dataclass(frozen=True)
@@ -92,4 +101,7 @@ class Delta:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     error: str | None = None
-    prompt_logprobs: tuple[float, ...] = ()
+    logprobs: tuple[LogprobRow, ...] = ()
+    """One per token, if the request wants them."""
+    prompt_logprobs: tuple[LogprobRow, ...] = ()
+    """One per prompt token after the first, with the first token of output."""

@@ -47,7 +47,8 @@ class Request:
     limit_len: int
     """Total tokens (prompt and output) at which the request ends."""
     wants_prompt_logprobs: bool = False
-    """Whether prefill returns the log-probability of each prompt token after the first."""
+    """Whether prefill returns the log-probability of each prompt token after the first, and of
+    `params.prompt_logprobs` most likely ones beside it."""
 
     token_ids: list[int] = field(default_factory=list)
     status: Status = Status.WAITING

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from gapless.errors import InvalidRequest
 
 # stop ids a request may carry, end-of-text ids included: the width of the slot table's column
 MAX_STOP_IDS = 8
+# entries of a request's logit bias: the width of the slot table's column
+MAX_LOGIT_BIAS = 64
+# most likely tokens that may be asked for at a position
+MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +36,14 @@ class SamplingParams:
     """Keep the smallest set of tokens with at least this much probability."""
     min_p: float = 0.0
     """Keep tokens with at least this share of the most likely token's probability."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens in prompt or output, and multiplies negative ones."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time it is in the output; -2 to 2."""
+    presence_penalty: float = 0.0
+    """Taken from a token's logit if it is in the output; -2 to 2."""
+    logit_bias: dict[int, float] | None = field(default=None, hash=False)
+    """Added to the logits of these token ids before all else; -100 to 100, 64 ids at most."""
     seed: int | None = None
     """Makes the noise reproducible; None draws a fresh seed."""
     n: int = 1
@@ -43,6 +56,11 @@ class SamplingParams:
     """Generate past the model's own end-of-text ids."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    logprobs: int | None = None
+    """Return each token's natural log-probability under the model alone, before bias, penalties,
+    temperature and filters, and those of this many most likely tokens, at most 20."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token after the first."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -51,6 +69,15 @@ class SamplingParams:
         _check_number("temperature", self.temperature, low=0.0)
         _check_number("top_p", self.top_p, low=0.0, high=1.0, low_is_open=True)
         _check_number("min_p", self.min_p, low=0.0, high=1.0)
+        _check_number(
+            "repetition_penalty", self.repetition_penalty, low=0.0, high=1e6, low_is_open=True
+        )
+        _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        self._set_logit_bias()
+        for name, asked in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if asked is not None:
+                _check_integer(name, asked, low=0, high=MAX_LOGPROBS)
         _check_integer("top_k", self.top_k, low=-1)
         _check_integer("min_tokens", self.min_tokens, low=0)
         _check_integer("n", self.n, low=1)
@@ -79,6 +106,36 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether earlier tokens weigh on later ones."""
+        penalties = self.repetition_penalty, self.frequency_penalty, self.presence_penalty
+        return penalties != (1.0, 0.0, 0.0)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits are changed before temperature and filters."""
+        return bool(self.logit_bias or self.min_tokens or self.has_penalties)
+
+    def _set_logit_bias(self) -> None:
+        """Check the bias, and keep a copy of it."""
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidRequest(
+                f"logit_bias={self.logit_bias!r}: want a mapping of token ids to numbers"
+            )
+        bias = dict(self.logit_bias)
+        for token_id, value in bias.items():
+            _check_integer("logit_bias", token_id, low=0)
+            _check_number(f"logit_bias[{token_id}]", value, low=-100.0, high=100.0)
+        if len(bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequest(
+                f"logit_bias has {len(bias)} ids, at most {MAX_LOGIT_BIAS} are held; keep the "
+                "largest ones"
+            )
+        object.__setattr__(self, "logit_bias", bias)
 
 
 def _check_number(

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from gapless.core.messages import Update
+from gapless.core.messages import TokenLogprob, Update
 from gapless.core.request import FinishReason, Request
 from gapless.core.sampling_params import MAX_STOP_IDS, SamplingParams
 from gapless.engine.load import load
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gapless.config.hf import GenerationDefaults
     from gapless.config.options import EngineOptions
     from gapless.config.resolve import Config
-    from gapless.core.plan import Delta
+    from gapless.core.plan import Delta, LogprobRow
 
 _MASK = 2**64 - 1
 
@@ -80,7 +80,11 @@ class Engine:
         """
         if not prompt_ids:
             raise InvalidRequest("the prompt has no tokens; want at least one: write something")
-        for name, ids in (("prompt", prompt_ids), ("stop_token_ids", params.stop_token_ids)):
+        for name, ids in (
+            ("prompt", prompt_ids),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias or ()),
+        ):
             for token_id in ids:
                 if isinstance(token_id, bool) or not isinstance(token_id, int):
                     raise InvalidRequest(f"{name} holds {token_id!r}; want integer token ids")
@@ -96,14 +100,7 @@ class Engine:
             )
         self._stop_ids(params)
 
-    def submit(
-        self,
-        request_id: str,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        wants_prompt_logprobs: bool = False,
-    ) -> None:
+    def submit(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Queue `params.n` continuations of a prompt.
 
         Raises:
@@ -123,7 +120,8 @@ class Engine:
                 seed=derived_seed(seed, index),
                 stop_ids=self._stop_ids(params),
                 limit_len=len(prompt_ids) + wanted,
-                wants_prompt_logprobs=wants_prompt_logprobs,
+                # those of the others would be the same
+                wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0,
             )
             detokenizer = Detokenizer(
                 self.tokenizer,
@@ -182,14 +180,44 @@ class Engine:
                     self.scheduler.finish(request, FinishReason.STOP)
                 return Update(
                     live.request_id, live.index, "".join(text), tuple(tokens), FinishReason.STOP,
-                    found.stop, prompt_logprobs=delta.prompt_logprobs,
+                    found.stop, None, _logprobs(request, tokens, delta), _prompt_logprobs(delta),
                 )  # fmt: skip
         if reason is not None:
             text.append(live.detokenizer.flush())
         return Update(
             live.request_id, live.index, "".join(text), tuple(tokens), reason, ended_by,
-            delta.error, delta.prompt_logprobs,
+            delta.error, _logprobs(request, tokens, delta), _prompt_logprobs(delta),
         )  # fmt: skip
+
+
+def _logprobs(
+    request: Request, tokens: Sequence[int], delta: Delta
+) -> tuple[TokenLogprob, ...] | None:
+    """Log-probabilities of the first of a delta's tokens, those that `tokens` keeps."""
+    count = request.params.logprobs
+    if count is None:
+        return None
+    return tuple(
+        _token_logprob(token_id, row, count)
+        for token_id, row in zip(tokens, delta.logprobs, strict=False)
+    )
+
+
+def _prompt_logprobs(delta: Delta) -> tuple[TokenLogprob, ...]:
+    count = delta.request.params.prompt_logprobs or 0
+    prompt_ids = delta.request.prompt_ids[1:]
+    return tuple(
+        _token_logprob(token_id, row, count)
+        for token_id, row in zip(prompt_ids, delta.prompt_logprobs, strict=False)
+    )
+
+
+def _token_logprob(token_id: int, row: LogprobRow, count: int) -> TokenLogprob:
+    """Unpack a row and keep `count` of its most likely tokens."""
+    num_top = len(row) // 2
+    ids, values = row[1 : 1 + count], row[1 + num_top : 1 + num_top + count]
+    top = tuple((int(top_id), value) for top_id, value in zip(ids, values, strict=True))
+    return TokenLogprob(token_id, row[0], top)
 
 
 def derived_seed(seed: int, index: int) -> int:

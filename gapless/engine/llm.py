@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from tqdm import tqdm
 
 from gapless.config.options import EngineOptions
-from gapless.core.messages import Completion, GenerationResult, Update, Usage
+from gapless.core.messages import Completion, GenerationResult, TokenLogprob, Update, Usage
 from gapless.core.sampling_params import SamplingParams
 from gapless.engine.engine import Engine
 from gapless.errors import InvalidRequest, RequestError
@@ -80,7 +80,7 @@ class LLM:
                 self.abort(request_id)
                 self._inboxes.pop(request_id, None)
         results = [
-            _result(request_id, tuple(ids), updates[request_id], own.n)
+            _result(request_id, tuple(ids), updates[request_id], own)
             for request_id, ids, own in zip(request_ids, encoded, params, strict=True)
         ]
         return results[0] if is_single else results
@@ -120,17 +120,17 @@ class LLM:
 
         The first token has none, so a list is one shorter than its prompt.
         """
-        params = SamplingParams(temperature=0.0, max_tokens=1)
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         request_ids = [self._next_id() for _ in prompts]
         for request_id, prompt in zip(request_ids, prompts, strict=True):
             ids = self.encode(prompt)
             self._inboxes[request_id] = deque()
-            self._engine.submit(request_id, ids, params, wants_prompt_logprobs=True)
+            self._engine.submit(request_id, ids, params)
         updates = self._collect(request_ids, [1] * len(prompts), shows_progress=False)
         for request_id in request_ids:
             self._inboxes.pop(request_id)
         return [
-            [value for update in updates[request_id] for value in update.prompt_logprobs]
+            [entry.logprob for update in updates[request_id] for entry in update.prompt_logprobs]
             for request_id in request_ids
         ]
 
@@ -224,10 +224,10 @@ def _is_prompt(prompts: Any) -> bool:
 
 
 def _result(
-    request_id: str, prompt_ids: tuple[int, ...], updates: Sequence[Update], count: int
+    request_id: str, prompt_ids: tuple[int, ...], updates: Sequence[Update], params: SamplingParams
 ) -> GenerationResult:
     completions = []
-    for index in range(count):
+    for index in range(params.n):
         own = [update for update in updates if update.index == index]
         last = own[-1]
         if last.error is not None:
@@ -240,7 +240,19 @@ def _result(
                 token_ids=tuple(t for update in own for t in update.token_ids),
                 finish_reason=last.finish_reason,
                 stop_reason=last.stop_reason,
+                logprobs=_joined(update.logprobs for update in own),
             )
         )
     usage = Usage(len(prompt_ids), sum(len(c.token_ids) for c in completions))
-    return GenerationResult(request_id, prompt_ids, tuple(completions), usage)
+    prompt_logprobs = None
+    if params.prompt_logprobs is not None:
+        entries = (entry for update in updates for entry in update.prompt_logprobs)
+        prompt_logprobs = (None, *entries)
+    return GenerationResult(request_id, prompt_ids, tuple(completions), usage, prompt_logprobs)
+
+
+def _joined(
+    parts: Iterable[tuple[TokenLogprob, ...] | None],
+) -> tuple[TokenLogprob, ...] | None:
+    known = [part for part in parts if part is not None]
+    return tuple(entry for part in known for entry in part) if known else None

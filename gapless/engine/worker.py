@@ -172,8 +172,10 @@ class Workers:
         self._links: list[_Link] = []
         self._writer = PlanWriter()
         self._closing = threading.Event()
+        # what frees a GPU from waiting for ranks that were killed
+        self._aborts: list[Callable[[], None]] = []
         self._finalizer = weakref.finalize(
-            self, _end, self._links, directory, self._closing, os.getpid()
+            self, _end, self._links, directory, self._closing, self._aborts, os.getpid()
         )
         file = Path(directory.name) / "ranks"
         try:
@@ -194,6 +196,7 @@ class Workers:
             self.close()
             raise
         if device == "cuda":
+            self._aborts.append(self.communicator.abort)
             self._watch()
 
     def wait_until_ready(self) -> None:
@@ -302,6 +305,9 @@ def serve(pipe: Connection, meeting: Meeting, build: Build) -> None:
         reader = PlanReader()
         while (data := _receive_bytes(pipe)) is not None:
             runner.run(reader.unpack(data))
+        if meeting.device == "cuda":
+            # rank 0's part of the last step waits for this rank's
+            torch.cuda.synchronize()
     except Exception as error:
         pipe.send(Failure(f"{type(error).__name__}: {error}", traceback.format_exc()))
         os._exit(1)
@@ -347,6 +353,7 @@ def _end(
     links: Sequence[_Link],
     directory: tempfile.TemporaryDirectory[str],
     closing: threading.Event,
+    aborts: Sequence[Callable[[], None]],
     owner: int,
 ) -> None:
     """End workers and forget where they met; not in a fork of the process that made them."""
@@ -356,9 +363,14 @@ def _end(
     for link in links:
         link.pipe.close()
     deadline = time.monotonic() + GRACE_S
+    was_killed = False
     for link in links:
         link.process.join(max(0.0, deadline - time.monotonic()))
         if link.process.is_alive():
             link.process.kill()
             link.process.join()
+            was_killed = True
+    for abort in aborts if was_killed else ():
+        # it may wait for the device, which may wait for more than this
+        threading.Thread(target=abort, daemon=True).start()
     directory.cleanup()

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gapless.ops.sampling import SamplingMode, sample
+from gapless.ops.sampling import (
+    EditRows,
+    SamplingMode,
+    edit_logits,
+    edit_windows,
+    packed_logprobs,
+    sample,
+)
 from gapless.speculative.accept import accept_chain
 from gapless.speculative.drafter import Frontier
 
@@ -16,6 +23,7 @@ if TYPE_CHECKING:
 
     from gapless.core.sampling_params import SamplingParams
     from gapless.runner.device import Device
+    from gapless.runner.slot_table import SlotTable
     from gapless.speculative.drafter import Drafter
 
 
@@ -39,19 +47,29 @@ class Accepted:
     live_slots: Tensor  # [B]: the null slot for rows that are padded or have ended
     seq_lens: Tensor  # [B]: committed length after the step
     newest: Tensor  # [B]: the last token emitted
+    logprobs: Tensor | None  # [B * W, 1 + 2 * num_top] of `tokens`, as `packed_logprobs` packs them
 
 
-def accept(device: Device, verified: Verified, mode: SamplingMode) -> Accepted:
+def accept(device: Device, verified: Verified, mode: SamplingMode, num_top: int | None) -> Accepted:
     """Sample every window position, keep what stands, and store the step's outcome in the table.
 
     The null slot stays at length 0 and done: its rows write back what they found.
+
+    Args:
+        num_top: most likely tokens whose log-probabilities come with each token's own; None leaves
+            out all of them.
     """
     table, slots = device.table, verified.slots
     rows = slots.shape[0]
     window = verified.logits.shape[0] // rows
+    window_tokens = table.window_tokens.index_select(0, slots)[:, :window]
+    logits = verified.logits
+    if mode.edits_logits:
+        by_window = logits.view(rows, window, -1)
+        logits = edit_windows(by_window, window_tokens, table.edit_rows(slots)).view_as(logits)
     sampled_at = verified.seq_lens[:, None] + device.window_offsets[1 : window + 1]
     tokens = sample(
-        verified.logits,
+        logits,
         sampled_at.view(-1),
         table.sampling_rows(slots, repeat=window),
         mode=mode,
@@ -59,7 +77,7 @@ def accept(device: Device, verified: Verified, mode: SamplingMode) -> Accepted:
     proposed = table.num_drafts.index_select(0, slots)
     outcome = accept_chain(
         tokens,
-        table.window_tokens.index_select(0, slots)[:, :window],
+        window_tokens,
         verified.seq_lens + 1,
         table.limit_len.index_select(0, slots),
         table.stop_ids.index_select(0, slots),
@@ -75,7 +93,12 @@ def accept(device: Device, verified: Verified, mode: SamplingMode) -> Accepted:
     table.columns.done.index_copy_(0, slots, is_over)
     table.window_tokens.select(1, 0).index_copy_(0, slots, outcome.newest)
     live = slots.masked_fill(is_over, device.geometry.null_slot)
-    return Accepted(tokens, lens, proposed, live, seq_lens, outcome.newest)
+    if mode.edits_logits:
+        table.count(slots, tokens, device.window_offsets[:window] < lens[:, None])
+    logprobs = None
+    if num_top is not None:
+        logprobs = packed_logprobs(verified.logits, tokens.view(-1), num_top)
+    return Accepted(tokens, lens, proposed, live, seq_lens, outcome.newest, logprobs)
 
 
 def draft(
@@ -89,18 +112,36 @@ def draft(
 ) -> None:
     """Let the drafter propose the rest of the next window, and store it in the table."""
     table, slots = device.table, accepted.live_slots
-    rows = table.sampling_rows(slots, repeat=1)
     frontier = Frontier(slots, accepted.seq_lens, accepted.newest, kv_len)
-    drafts = drafter.draft(
-        frontier, carry, lambda logits, positions: sample(logits, positions, rows, mode=mode)
-    )
+    drafts = drafter.draft(frontier, carry, _Proposer(table, slots, mode))
     table.window_tokens[:, 1:].index_copy_(0, slots, drafts.tokens)
     table.num_drafts.index_copy_(0, slots, drafts.counts)
+
+
+class _Proposer:
+    """Samples drafts one after the other, each as the target would after those before it."""
+
+    def __init__(self, table: SlotTable, slots: Tensor, mode: SamplingMode) -> None:
+        self._table = table
+        self._slots = slots
+        self._mode = mode
+        self._rows = table.sampling_rows(slots, repeat=1)
+        self._edits: EditRows | None = None
+
+    def __call__(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """Map `(logits [B, V], positions [B])` to drafts `[B]`, and count those."""
+        if not self._mode.edits_logits:
+            return sample(logits, positions, self._rows, mode=self._mode)
+        # gathered when first asked for: not every drafter samples
+        edits = self._edits or self._table.edit_rows(self._slots)
+        tokens = sample(edit_logits(logits, edits), positions, self._rows, mode=self._mode)
+        self._edits = edits.after(tokens)
+        return tokens
 
 
 def sampling_mode(params: Iterable[SamplingParams]) -> SamplingMode:
     """Return the least that serves every row."""
     own = list(params)
-    if not all(p.is_greedy for p in own):
-        return SamplingMode.SAMPLED
-    return SamplingMode.GREEDY if any(p.min_tokens for p in own) else SamplingMode.ARGMAX
+    return SamplingMode.of(
+        is_greedy=all(p.is_greedy for p in own), edits_logits=any(p.edits_logits for p in own)
+    )

@@ -13,6 +13,7 @@ from gapless.ops.step_metadata import StepConstants, WindowIndices, window_indic
 from gapless.runner.accept import Accepted, Verified, accept, draft, sampling_mode
 from gapless.runner.graphs import GraphRunner
 from gapless.runner.inputs import Upload
+from gapless.runner.logprobs import LogprobBuffer, LogprobTicket, num_top
 from gapless.runner.stages import Stage
 from gapless.speculative.drafter import Outcome
 
@@ -38,6 +39,7 @@ class DecodeKey:
     window: int  # W
     kv_len: int  # bound of the positions that the step reaches, drafting included
     mode: SamplingMode
+    num_top: int | None  # most likely tokens to report beside each; None reports nothing
 
     @property
     def tokens(self) -> int:
@@ -60,14 +62,25 @@ class DecodeRunner:
         self._graphs = GraphRunner(device.device)
         self._emitted = emitted
         rows = config.max_running_requests
+        self._logprobs = LogprobBuffer(rows * self._window, device.device)
         self._upload = Upload(8 * rows * (1 + 2 * self._pages_per_row) + 64, device.device)
 
-    def run(self, plan: StepPlan) -> None:
-        """Launch the plan's decode step; results land in the emitted buffer, rows in plan order."""
+    def run(self, plan: StepPlan) -> LogprobTicket | None:
+        """Launch the plan's decode step; results land in the emitted buffer, rows in plan order.
+
+        Returns log-probabilities [rows * W], padding included, where a row wants some.
+        """
         key = self._key(plan)
         graph = self._graphs.get(key, lambda: self._stages(key))
         self._upload.send(self._arrays(key, plan.decode, plan.page_entries))
         graph.launch()
+        if key.num_top is None:
+            return None
+        return self._logprobs.fetch(key.tokens, key.num_top)
+
+    def forget_graphs(self) -> None:
+        """Destroy the captured steps."""
+        self._graphs.clear()
 
     def _key(self, plan: StepPlan) -> DecodeKey:
         # verify reaches W positions past the committed length, the drafts after it W - 1 more
@@ -77,6 +90,7 @@ class DecodeRunner:
             window=self._window,
             kv_len=min(-(-reach // KV_LEN_STEP) * KV_LEN_STEP, self._kv_len_limit),
             mode=sampling_mode(row.request.params for row in plan.decode),
+            num_top=num_top(row.request.params.logprobs for row in plan.decode),
         )
 
     def _arrays(
@@ -133,10 +147,12 @@ class DecodeRunner:
         self, key: DecodeKey, verified: Verified, hidden: Tensor
     ) -> tuple[Verified, Tensor, Accepted]:
         """Settle what the step emits."""
-        accepted = accept(self._device, verified, key.mode)
+        accepted = accept(self._device, verified, key.mode, key.num_top)
         self._emitted[: key.num_rows, 0].copy_(accepted.lens)
         self._emitted[: key.num_rows, 1].copy_(accepted.proposed)
         self._emitted[: key.num_rows, 2 : 2 + key.window].copy_(accepted.tokens)
+        if accepted.logprobs is not None and key.num_top is not None:
+            self._logprobs.rows(key.tokens, key.num_top).copy_(accepted.logprobs)
         return verified, hidden, accepted
 
     def _extend(

@@ -62,7 +62,8 @@ def make_device(model: Decoder, mtp: MtpHead | None, config: Config, place: Plac
     geometry = make_geometry(model.architecture, config)
     num_page_columns = -(-num_positions(config) // config.page_size)
     ssm_dtype: torch.dtype = vars(torch)[config.ssm_dtype]
-    table = SlotTable(geometry, num_page_columns, place.device)
+    vocab_size = model.architecture.vocab_size
+    table = SlotTable(geometry, num_page_columns, vocab_size, place.device)
     backend = make_backend(
         "reference",
         page_size=config.page_size,

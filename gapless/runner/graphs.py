@@ -97,3 +97,7 @@ class GraphRunner:
             graph = self._graphs[key] = StepGraph(make_stages(), self._capture)
             logger.debug("step graph %s: %d launch(es)", key, graph.num_launches)
         return graph
+
+    def clear(self) -> None:
+        """Destroy all graphs; one that is asked for later is made again."""
+        self._graphs.clear()

@@ -10,18 +10,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from gapless.core.sampling_params import MAX_LOGIT_BIAS
 from gapless.layers.batch import AttentionBatch, PrefillBatch
 from gapless.ops.linear_chunk import ChunkIndices, plan_chunks
+from gapless.ops.sampling import packed_logprobs
 from gapless.runner.accept import Verified, accept, draft, sampling_mode
 from gapless.runner.inputs import Upload
-from gapless.runner.slot_table import admission_arrays
+from gapless.runner.logprobs import LogprobBuffer, LogprobTicket, PrefillLogprobs, num_top
+from gapless.runner.slot_table import admission_arrays, count_arrays
 from gapless.speculative.drafter import PromptChunk
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from torch import Tensor
 
     from gapless.config.resolve import Config
     from gapless.core.plan import PrefillSegment
@@ -147,23 +150,26 @@ class PrefillRunner:
         pages = device.geometry.num_pages + device.num_page_columns
         entries = config.num_pages * config.page_size
         per_token = 8 + width + 2
-        per_segment = CHUNK_LEN + width + 32
-        elements = tokens * per_token + segments * per_segment + 2 * pages + 2 * entries + 1024
+        per_segment = CHUNK_LEN + width + 40 + 2 * MAX_LOGIT_BIAS
+        elements = tokens * per_token + segments * per_segment + 2 * pages + 3 * entries + 1024
         self._upload = Upload(8 * elements, device.device)
-        self.prompt_logprobs = torch.zeros(tokens, dtype=torch.float64, device=device.device)
+        self._prompt_logprobs = LogprobBuffer(tokens, device.device)
+        self._first_logprobs = LogprobBuffer(segments, device.device)
 
-    def run(self, segments: tuple[PrefillSegment, ...]) -> None:
+    def run(self, segments: tuple[PrefillSegment, ...]) -> PrefillLogprobs:
         """Launch one chunk: KV, rings, checkpoints, and the first token of each last segment."""
         device = self._device
         layout = lay_out(segments, device.geometry, device.num_page_columns)
-        inputs = self._upload.send(layout.arrays)
+        counts = count_arrays(segments, device.model.architecture.vocab_size)
+        inputs = self._upload.send(layout.arrays | counts)
         device.table.admit(inputs)
+        if counts["counted_slots"].size:
+            device.table.recount(inputs)
         hidden = device.model.forward(
             inputs["token_ids"], device.memory, self._batch(layout, inputs)
         )
-        if any(s.request.wants_prompt_logprobs for s in segments):
-            self._score(hidden, inputs["successors"])
-        self._settle(segments, layout, inputs, hidden)
+        prompt = self._score(segments, hidden, inputs["successors"])
+        return PrefillLogprobs(prompt, self._settle(segments, layout, inputs, hidden))
 
     def _settle(
         self,
@@ -171,25 +177,31 @@ class PrefillRunner:
         layout: PrefillLayout,
         inputs: Mapping[str, Tensor],
         hidden: Tensor,
-    ) -> None:
+    ) -> LogprobTicket | None:
         """Sample the first tokens, and let the drafter take in the chunk and propose."""
         device = self._device
         sampled = [s.request for s in segments if s.is_last]
         mode = sampling_mode(request.params for request in sampled)
+        top = num_top(request.params.logprobs for request in sampled)
         next_ids = inputs["successors"]
-        accepted = None
+        accepted, logprobs = None, None
         if sampled:
             end = inputs["sampled_end"]
             logits = device.model.logits(hidden.index_select(0, inputs["last_token"]))
             # the prompt's last token is a window of one: it commits, and the sample follows it
-            accepted = accept(device, Verified(inputs["sampled_slots"], end - 1, end, logits), mode)
+            verified = Verified(inputs["sampled_slots"], end - 1, end, logits)
+            accepted = accept(device, verified, mode, top)
             self._first_tokens[: len(sampled)].copy_(accepted.newest)
             next_ids = next_ids.index_copy(0, inputs["last_token"], accepted.newest)
+            if accepted.logprobs is not None and top is not None:
+                self._first_logprobs.rows(len(sampled), top).copy_(accepted.logprobs)
+                logprobs = self._first_logprobs.fetch(len(sampled), top)
         if device.drafter is not None:
             carry = device.drafter.read_prompt(self._chunk(layout, inputs, next_ids, hidden))
             if accepted is not None:
                 kv_len = max(s.end for s in segments) + device.geometry.max_window
                 draft(device, device.drafter, accepted, carry, kv_len=kv_len, mode=mode)
+        return logprobs
 
     def _chunk(
         self,
@@ -230,10 +242,18 @@ class PrefillRunner:
             conv_taps=inputs["conv_taps"],
         )
 
-    def _score(self, hidden: Tensor, successors: Tensor) -> None:
-        """Store each position's log-probability of the token that follows it."""
-        for start in range(0, successors.shape[0], LOGPROB_ROWS):
+    def _score(
+        self, segments: tuple[PrefillSegment, ...], hidden: Tensor, successors: Tensor
+    ) -> LogprobTicket | None:
+        """Find each position's log-probabilities of the token that follows it, if one is asked."""
+        asking = [s.request.params for s in segments if s.request.wants_prompt_logprobs]
+        top = num_top(params.prompt_logprobs for params in asking)
+        if top is None:
+            return None
+        total = successors.shape[0]
+        found = self._prompt_logprobs.rows(total, top)
+        for start in range(0, total, LOGPROB_ROWS):
             rows = slice(start, start + LOGPROB_ROWS)
-            logprobs = self._device.model.logits(hidden[rows]).log_softmax(-1)
-            found = logprobs.gather(1, successors[rows, None])[:, 0]
-            self.prompt_logprobs[start : start + found.shape[0]].copy_(found)
+            logits = self._device.model.logits(hidden[rows])
+            found[rows].copy_(packed_logprobs(logits, successors[rows], top))
+        return self._prompt_logprobs.fetch(total, top)

@@ -14,10 +14,9 @@ from gapless.runner.inputs import Download, Ticket
 from gapless.runner.prefill import PrefillRunner
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from gapless.config.resolve import Config
     from gapless.runner.device import Device
+    from gapless.runner.logprobs import LogprobTicket, PrefillLogprobs
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,8 @@ class StepHandle:
     _tokens: Ticket
     _num_emitted: int
     _window: int
-    _logprobs: Ticket | None
+    _prefill_logprobs: PrefillLogprobs | None
+    _decode_logprobs: LogprobTicket | None
 
     def wait(self) -> StepResult:
         """Block until the step's tokens are on the host."""
@@ -41,13 +41,26 @@ class StepHandle:
             decode_tokens=emitted[:, 2:].astype(np.int32),
             decode_lens=emitted[:, 0].astype(np.int32),
             decode_proposed=emitted[:, 1].astype(np.int32),
+            prefill_logprobs=self._first_logprobs(),
+            decode_logprobs=self._window_logprobs(),
             prompt_logprobs=self._prompt_logprobs(),
         )
 
+    def _first_logprobs(self) -> np.ndarray | None:
+        found = self._prefill_logprobs.sampled if self._prefill_logprobs is not None else None
+        return found.read() if found is not None else None
+
+    def _window_logprobs(self) -> np.ndarray | None:
+        if self._decode_logprobs is None:
+            return None
+        rows = self._decode_logprobs.read()
+        return rows.reshape(-1, self._window, rows.shape[1])[: len(self._plan.decode)]
+
     def _prompt_logprobs(self) -> tuple[np.ndarray | None, ...]:
-        if self._logprobs is None:
+        found = self._prefill_logprobs.prompt if self._prefill_logprobs is not None else None
+        if found is None:
             return (None,) * len(self._plan.prefill)
-        logprobs = self._logprobs.read()
+        logprobs = found.read()
         bounds = np.cumsum([0, *(s.end - s.start for s in self._plan.prefill)])
         return tuple(
             _own_logprobs(segment, logprobs[low:high])
@@ -78,21 +91,11 @@ class Runner:
         self._decode = DecodeRunner(device, config, emitted)
         self._prefill = PrefillRunner(device, config, results[self._num_emitted :])
         self._results = Download(results)
-        self._logprobs = Download(self._prefill.prompt_logprobs)
 
     def run(self, plan: StepPlan) -> StepHandle:
         """Launch a step: its prefill chunk, then its decode step."""
         with torch.inference_mode():
-            logprobs = None
-            if plan.prefill:
-                self._prefill.run(plan.prefill)
-                if any(s.request.wants_prompt_logprobs for s in plan.prefill):
-                    logprobs = self._logprobs.fetch(_num_tokens(plan.prefill))
-            if plan.decode:
-                self._decode.run(plan)
+            prefill = self._prefill.run(plan.prefill) if plan.prefill else None
+            decode = self._decode.run(plan) if plan.decode else None
             tokens = self._results.fetch(self._num_emitted + len(plan.sampled))
-        return StepHandle(plan, tokens, self._num_emitted, self._window, logprobs)
-
-
-def _num_tokens(segments: Sequence[PrefillSegment]) -> int:
-    return sum(segment.end - segment.start for segment in segments)
+        return StepHandle(plan, tokens, self._num_emitted, self._window, prefill, decode)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from gapless.core.request import Request, Status
 
 if TYPE_CHECKING:
-    from gapless.core.plan import StepPlan, StepResult
+    from gapless.core.plan import LogprobRow, StepPlan, StepResult
 
 
 class PromptLogprobs:
@@ -15,7 +15,7 @@ class PromptLogprobs:
 
     def __init__(self) -> None:
         # entry i belongs to prompt token i + 1
-        self._read: dict[Request, list[float]] = {}
+        self._read: dict[Request, list[LogprobRow]] = {}
 
     @property
     def requests(self) -> set[Request]:
@@ -41,6 +41,6 @@ class PromptLogprobs:
             values = logprobs.tolist()[len(read) - segment.start :]
             read += values[: len(request.prompt_ids) - 1 - len(read)]
 
-    def take(self, request: Request) -> tuple[float, ...]:
+    def take(self, request: Request) -> tuple[LogprobRow, ...]:
         """Hand over what was read of a prompt, and forget it."""
         return tuple(self._read.pop(request, ()))

@@ -18,6 +18,7 @@ from gapless.core.counters import DecodeCounters
 from gapless.core.plan import (
     DecodeRow,
     Delta,
+    LogprobRow,
     PageEntry,
     PrefillSegment,
     StepPlan,
@@ -29,6 +30,8 @@ from gapless.scheduler.prompt_logprobs import PromptLogprobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    import numpy as np
 
 # launched steps whose results are unread when the next one is planned; reservation, snapshots
 # and readmission are derived for this value
@@ -180,7 +183,8 @@ class Scheduler:
         self._prompt_logprobs.collect(plan, result)
         self._count(plan, result)
         emitted: dict[Request, list[int]] = {}
-        for request, tokens in _emissions(plan, result):
+        logprobs: dict[Request, list[LogprobRow]] = {}
+        for request, tokens, rows in _emissions(plan, result):
             if request.status is Status.FINISHED and request not in emitted:
                 continue
             assert tokens or request.status is Status.FINISHED, (
@@ -188,7 +192,8 @@ class Scheduler:
             )
             self._append(request, tokens)
             emitted.setdefault(request, []).extend(tokens)
-        return [self._news(request, tokens) for request, tokens in emitted.items()]
+            logprobs.setdefault(request, []).extend(rows)
+        return [self._news(r, tokens, logprobs[r]) for r, tokens in emitted.items()]
 
     def _count(self, plan: StepPlan, result: StepResult) -> None:
         """Count the decode rows; their requests' tokens are those from before the step."""
@@ -363,10 +368,15 @@ class Scheduler:
             if reason is not None:
                 self._end(request, reason)
 
-    def _news(self, request: Request, tokens: list[int]) -> Delta:
+    def _news(self, request: Request, tokens: list[int], rows: list[LogprobRow]) -> Delta:
         is_first = request.num_output == len(tokens)
-        logprobs = self._prompt_logprobs.take(request) if is_first else ()
-        return Delta(request, tuple(tokens), request.finish_reason, prompt_logprobs=logprobs)
+        return Delta(
+            request,
+            tuple(tokens),
+            request.finish_reason,
+            logprobs=tuple(rows),
+            prompt_logprobs=self._prompt_logprobs.take(request) if is_first else (),
+        )
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         assert request.status is not Status.FINISHED, f"{request.request_id} has ended before"
@@ -391,12 +401,30 @@ def _named_requests(plan: StepPlan) -> list[Request]:
     return list(dict.fromkeys((*segments, *(row.request for row in plan.decode))))
 
 
-def _emissions(plan: StepPlan, result: StepResult) -> Iterator[tuple[Request, list[int]]]:
-    """Requests and the tokens that a step emitted for them, first tokens first."""
-    for segment, token in zip(plan.sampled, result.prefill_tokens.tolist(), strict=True):
-        yield segment.request, [token]
+def _emissions(
+    plan: StepPlan, result: StepResult
+) -> Iterator[tuple[Request, list[int], list[LogprobRow]]]:
+    """Requests, tokens that a step emitted for them, and their log-probabilities if wanted.
+
+    First tokens come first.
+    """
+    firsts = result.prefill_tokens.tolist()
+    for i, (segment, token) in enumerate(zip(plan.sampled, firsts, strict=True)):
+        yield segment.request, [token], _logprobs(segment.request, result.prefill_logprobs, i, 1)
     lens = result.decode_lens.tolist()
-    for row, tokens, num_tokens in zip(
-        plan.decode, result.decode_tokens.tolist(), lens, strict=True
+    for i, (row, tokens, num_tokens) in enumerate(
+        zip(plan.decode, result.decode_tokens.tolist(), lens, strict=True)
     ):
-        yield row.request, tokens[:num_tokens]
+        rows = _logprobs(row.request, result.decode_logprobs, i, num_tokens)
+        yield row.request, tokens[:num_tokens], rows
+
+
+def _logprobs(
+    request: Request, found: np.ndarray | None, index: int, count: int
+) -> list[LogprobRow]:
+    """Rows of a request's `count` tokens, which are at `index` of what a step found."""
+    if request.params.logprobs is None:
+        return []
+    assert found is not None, f"{request.request_id} asked for log-probabilities"
+    rows: list[LogprobRow] = found[index].reshape(-1, found.shape[-1])[:count].tolist()
+    return rows

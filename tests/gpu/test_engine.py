@@ -47,7 +47,7 @@ def test_steady_steps_are_one_graph_each_and_never_sync() -> None:
             next(stream)
     torch.cuda.synchronize()
     launch = llm.engine._loop._run
-    graphs = launch.__self__._decode._graphs._graphs  # type: ignore[attr-defined]
+    graphs = launch.__self__.runner._decode._graphs._graphs  # type: ignore[attr-defined]
     assert all(graph.num_launches == 1 for graph in graphs.values())
 
     def guarded(plan: Any) -> Any:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from gapless.ops.sampling import SamplingMode, SamplingRows, gumbel_noise, sample
+from gapless.ops.sampling import (
+    EditRows,
+    SamplingMode,
+    SamplingRows,
+    edit_logits,
+    edit_windows,
+    gumbel_noise,
+    packed_logprobs,
+    sample,
+)
 from gapless.ops.sampling.philox import philox
 
 ONES = 0xFFFFFFFF
@@ -212,3 +222,191 @@ def test_unused_stop_ids_touch_no_logit() -> None:
     rows = make_rows(2, temperature=0.0, min_len=100)
     assert sample(logits, torch.tensor([1, 1]), rows, mode=SamplingMode.GREEDY).tolist() == [2, 0]
     assert torch.equal(logits, before)
+
+
+def test_modes_leave_out_what_no_row_needs() -> None:
+    modes = {
+        (g, e): SamplingMode.of(is_greedy=g, edits_logits=e)
+        for g in (True, False)
+        for e in (True, False)
+    }
+    assert len(set(modes.values())) == 4
+    assert all((mode.is_greedy, mode.edits_logits) == key for key, mode in modes.items())
+    logits = torch.randn(20, 31)
+    rows = make_rows(20, top_k=4, top_p=0.9)
+    drawn = sample(logits, torch.arange(20), rows, mode=SamplingMode.DRAWN)
+    assert torch.equal(drawn, sample(logits, torch.arange(20), rows, mode=SamplingMode.SAMPLED))
+
+
+def no_edits(num_rows: int, vocab_size: int) -> EditRows:
+    """Return rows without bias, penalties and history."""
+    return EditRows(
+        repetition=torch.ones(num_rows),
+        frequency=torch.zeros(num_rows),
+        presence=torch.zeros(num_rows),
+        bias_ids=torch.full((num_rows, 64), -1),
+        bias=torch.zeros(num_rows, 64),
+        in_prompt=torch.zeros(num_rows, vocab_size, dtype=torch.bool),
+        output_counts=torch.zeros(num_rows, vocab_size, dtype=torch.int32),
+    )
+
+
+def random_edits(num_rows: int, vocab_size: int, generator: torch.Generator) -> EditRows:
+    """Return rows with penalties, bias and histories, some of them without."""
+
+    def one_of(*values: float) -> torch.Tensor:
+        index = torch.randint(len(values), (num_rows,), generator=generator)
+        return torch.tensor(values)[index]
+
+    bias_ids = torch.full((num_rows, 64), -1)
+    for row in range(num_rows):
+        count = int(torch.randint(7, (1,), generator=generator))
+        bias_ids[row, :count] = torch.randperm(vocab_size, generator=generator)[:count]
+    counts = torch.randint(4, (num_rows, vocab_size), generator=generator) - 1
+    return EditRows(
+        repetition=one_of(1.0, 1.0, 1.3, 0.4),
+        frequency=one_of(0.0, 0.7, -1.1, 2.0),
+        presence=one_of(0.0, 0.6, -2.0),
+        bias_ids=bias_ids,
+        bias=torch.randn(num_rows, 64, generator=generator) * 5,
+        in_prompt=torch.rand(num_rows, vocab_size, generator=generator) < 0.3,
+        output_counts=counts.clamp(min=0).to(torch.int32),
+    )
+
+
+def naive_edits(logits: np.ndarray, rows: EditRows, row: int, drafts: list[int]) -> np.ndarray:
+    """Edit one row token by token."""
+    edited = logits.astype(np.float64).copy()
+    for token, value in zip(rows.bias_ids[row].tolist(), rows.bias[row].tolist(), strict=True):
+        if token >= 0:
+            edited[token] += value
+    for token in range(len(edited)):
+        count = int(rows.output_counts[row, token]) + drafts.count(token)
+        if count or rows.in_prompt[row, token]:
+            factor = float(rows.repetition[row])
+            edited[token] = edited[token] / factor if edited[token] > 0 else edited[token] * factor
+        edited[token] -= float(rows.frequency[row]) * count
+        edited[token] -= float(rows.presence[row]) * (count > 0)
+    return edited
+
+
+@pytest.mark.parametrize("vocab_size", [11, 37])
+def test_edits_are_those_of_a_plain_loop(vocab_size: int) -> None:
+    rows = random_edits(30, vocab_size, torch.Generator().manual_seed(vocab_size))
+    logits = torch.randn(30, vocab_size, dtype=torch.float64) * 3
+    before = logits.clone()
+    edited = edit_logits(logits, rows)
+    for row in range(30):
+        wanted = naive_edits(logits[row].numpy(), rows, row, [])
+        np.testing.assert_allclose(edited[row].numpy(), wanted, rtol=1e-12, atol=1e-12)
+    assert torch.equal(logits, before)
+
+
+def test_windows_count_the_drafts_before_each_position() -> None:
+    rows = random_edits(25, 13, torch.Generator().manual_seed(1))
+    logits = torch.randn(25, 5, 13, dtype=torch.float64) * 3
+    # few ids, so that drafts repeat themselves, the output and the prompt
+    window = torch.randint(4, (25, 5))
+    counts = rows.output_counts.clone()
+    edited = edit_windows(logits, window, rows)
+    assert torch.equal(rows.output_counts, counts)
+    for row in range(25):
+        for position in range(5):
+            drafts = window[row, 1 : position + 1].tolist()
+            wanted = naive_edits(logits[row, position].numpy(), rows, row, drafts)
+            np.testing.assert_allclose(
+                edited[row, position].numpy(), wanted, rtol=1e-12, atol=1e-12
+            )
+
+
+def test_rows_without_edits_keep_their_values_beside_others() -> None:
+    rows = random_edits(3, 19, torch.Generator().manual_seed(2))
+    for name in ("repetition", "frequency", "presence", "bias_ids"):
+        getattr(rows, name)[1] = getattr(no_edits(3, 19), name)[1]
+    logits = torch.randn(3, 19)
+    assert torch.equal(edit_logits(logits, rows)[1], logits[1])
+    poisoned = logits.clone()
+    poisoned[0] = float("nan")
+    assert torch.equal(edit_logits(poisoned, rows)[1:], edit_logits(logits, rows)[1:])
+
+
+def naive_choice(logits: np.ndarray, noise: np.ndarray, stops: list[int], **options: float) -> int:
+    """Go plainly through what is behind the edits: stop ids, temperature, filters, noise."""
+    masked = logits.copy()
+    masked[stops] = -np.inf
+    if options["temperature"] == 0:
+        return int(masked.argmax())
+    kept = exact(masked, **options) > 0
+    perturbed = masked / np.float64(np.float32(options["temperature"])) + noise
+    return int(np.where(kept, perturbed, -np.inf).argmax())
+
+
+CHAINS: list[dict[str, float]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.5, "top_k": 5},
+    {"temperature": 2.0, "top_k": 9, "top_p": 0.75, "min_p": 0.0625},
+]
+
+
+@pytest.mark.parametrize("options", CHAINS, ids=str)
+def test_order_of_the_whole_chain(options: dict[str, float]) -> None:
+    num_rows, vocab_size = 300, 17
+    edits = random_edits(num_rows, vocab_size, torch.Generator().manual_seed(3))
+    logits = torch.randn(num_rows, vocab_size, dtype=torch.float64) * 4
+    positions = torch.arange(num_rows)
+    rows = replace(
+        make_rows(num_rows, **options),
+        min_len=torch.full((num_rows,), 200),
+        stop_ids=torch.tensor([[4, 9] + [-1] * 6] * num_rows),
+    )
+    mode = SamplingMode.of(is_greedy=options["temperature"] == 0, edits_logits=True)
+    found = sample(edit_logits(logits, edits), positions, rows, mode=mode)
+    noise = gumbel_noise(rows.seeds, positions, vocab_size).double().numpy()
+    for row in range(num_rows):
+        edited = naive_edits(logits[row].numpy(), edits, row, [])
+        stops = [4, 9] if row < 200 else []
+        assert int(found[row]) == naive_choice(edited, noise[row], stops, **options), row
+
+
+def test_order_shows_in_the_choice() -> None:
+    """Cases in which one step put before its neighbour would choose otherwise."""
+
+    def changed(**values: Any) -> EditRows:
+        return replace(
+            no_edits(1, 3), **{name: torch.tensor(value) for name, value in values.items()}
+        )
+
+    # bias, then repetition: -1 + 4 = 3, halved; repetition first gives -2 + 4
+    biased = changed(
+        bias_ids=[[1] + [-1] * 63], bias=[[4.0] + [0.0] * 63], repetition=[2.0],
+        in_prompt=[[False, True, False]],
+    )  # fmt: skip
+    assert edit_logits(torch.tensor([[0.0, -1.0, 0.0]]), biased).tolist() == [[0.0, 1.5, 0.0]]
+    # repetition, then frequency: 4 / 2 - 3; frequency first gives (4 - 3) / 2
+    counted = changed(
+        repetition=[2.0], frequency=[1.0],
+        output_counts=np.array([[0, 3, 0]], np.int32),
+    )  # fmt: skip
+    assert edit_logits(torch.tensor([[0.0, 4.0, 0.0]]), counted).tolist() == [[0.0, -1.0, 0.0]]
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5, 20])
+@pytest.mark.parametrize("vocab_size", [20, 33, 1000])
+def test_logprobs_and_ties_of_the_most_likely(num_top: int, vocab_size: int) -> None:
+    # a coarse grid: ties everywhere, at the last place too
+    logits = (torch.randn(40, vocab_size, dtype=torch.float64) * 1.5).round()
+    logits[0] = 2.0
+    logits[1, 3:] = float("-inf")
+    tokens = torch.randint(vocab_size, (40,))
+    tokens[1] = 0
+    packed = packed_logprobs(logits, tokens, num_top)
+    assert packed.dtype is torch.float64
+    assert packed.shape == (40, 1 + 2 * num_top)
+    z = logits.numpy()
+    wanted = z - np.log(np.exp(z).sum(1, keepdims=True))
+    np.testing.assert_allclose(packed[:, 0].numpy(), wanted[np.arange(40), tokens], atol=1e-12)
+    order = np.argsort(-z, axis=1, kind="stable")[:, :num_top]
+    assert np.array_equal(packed[:, 1 : 1 + num_top].numpy(), order)
+    top = np.take_along_axis(wanted, order, axis=1)
+    np.testing.assert_allclose(packed[:, 1 + num_top :].numpy(), top, atol=1e-12)

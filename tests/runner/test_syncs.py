@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -79,7 +80,7 @@ def guarded(llm: LLM) -> LLM:
 
 
 def _run_mixed(llm: LLM) -> None:
-    """Requests come, end and pad: more of them than slots, of many lengths, greedy and sampled."""
+    """Requests come, end and pad: more of them than slots, of many lengths, with every option."""
     params = [
         SamplingParams(
             temperature=float(i % 2), top_k=5 * (i % 3), top_p=0.9, min_p=0.01, seed=i,
@@ -87,7 +88,17 @@ def _run_mixed(llm: LLM) -> None:
         )
         for i in range(6)
     ]  # fmt: skip
-    llm.generate([[3 + i] * (1 + 9 * i) for i in range(6)], params)
+    edited = [
+        replace(
+            p, repetition_penalty=1 + i / 9, frequency_penalty=i / 7, presence_penalty=-i / 8,
+            logit_bias={i: 2.0, 40 + i: -1.0}, logprobs=(None, 0, 5)[i % 3],
+            prompt_logprobs=(2, None, 0)[i % 3],
+        )
+        for i, p in enumerate(params)
+    ]  # fmt: skip
+    prompts = [[3 + i] * (1 + 9 * i) for i in range(6)]
+    for own in (params, edited, params[:3] + edited[3:]):
+        llm.generate(prompts, own)
     llm.score([list(range(2, 40)), [9, 8, 7]])
 
 

@@ -60,7 +60,7 @@ def with_oracle(
     llm: LLM, truth: Mapping[tuple[int, ...], Sequence[int]], script: str, *, gaps: int = 0
 ) -> LLM:
     """Put an oracle in place of an engine's drafter; `truth` maps prompts to their outputs."""
-    runner: Any = llm.engine._loop._run.__self__  # type: ignore[attr-defined]
+    runner: Any = llm.engine._loop._run.__self__.runner  # type: ignore[attr-defined]
     device = runner.device
     oracle = OracleDrafter(
         device.geometry.num_slots,

@@ -82,7 +82,7 @@ def test_drafts_of_every_step_equal_a_plain_chain() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     tokens = [*prompt, *LLM(speculative_num_steps=0, **options).generate(prompt, params).token_ids]
     hidden = _hidden_states(tokens)
-    device = llm.engine._loop._run.__self__.device  # type: ignore[attr-defined]
+    device = llm.engine._loop._run.__self__.runner.device  # type: ignore[attr-defined]
     plain, stream = PlainMtp(), llm.stream(prompt, params)
     num_checked = 0
     for _ in range(5):
@@ -100,7 +100,7 @@ def test_drafts_of_every_step_equal_a_plain_chain() -> None:
 def _hidden_states(tokens: list[int]) -> Tensor:
     """The trunk's post-final-norm hidden states, from a one-shot prefill."""
     llm = LLM(max_running_requests=1, max_model_len=128, dtype="float64", speculative_num_steps=0)
-    device = llm.engine._loop._run.__self__.device  # type: ignore[attr-defined]
+    device = llm.engine._loop._run.__self__.runner.device  # type: ignore[attr-defined]
     kept: list[Tensor] = []
     forward = device.model.forward
 

@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 
 
 def _device(llm: LLM) -> Device:
-    return llm.engine._loop._run.__self__.device  # type: ignore[attr-defined, no-any-return]
+    return llm.engine._loop._run.__self__.runner.device  # type: ignore[attr-defined, no-any-return]
 
 
 def _kv(device: Device, pool: Tensor, slot: int, first: int, end: int) -> Tensor:

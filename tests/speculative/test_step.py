@@ -38,7 +38,7 @@ def test_one_launch_one_copy_up_one_copy_down(
             return _honest(*args)
 
         monkeypatch.setattr(owner, name, counted)
-    graphs = llm.engine._loop._run.__self__._decode._graphs._graphs  # type: ignore[attr-defined]
+    graphs = llm.engine._loop._run.__self__.runner._decode._graphs._graphs  # type: ignore[attr-defined]
     num_keys = len(graphs)
     for _ in range(10):
         llm.engine.step()

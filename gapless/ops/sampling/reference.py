@@ -23,9 +23,27 @@ NEG_INF = float("-inf")
 class SamplingMode(Enum):
     """How much of sampling a batch needs: the host's word about all of its rows."""
 
-    ARGMAX = "argmax"  # no temperature, no minimum length
+    ARGMAX = "argmax"  # no temperature, no edits of logits
     GREEDY = "greedy"  # no temperature
+    DRAWN = "drawn"  # no edits of logits
     SAMPLED = "sampled"
+
+    @classmethod
+    def of(cls, *, is_greedy: bool, edits_logits: bool) -> SamplingMode:
+        """Return the least that serves; edits are bias, penalties and a minimum length."""
+        if is_greedy:
+            return cls.GREEDY if edits_logits else cls.ARGMAX
+        return cls.SAMPLED if edits_logits else cls.DRAWN
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether no row has a temperature."""
+        return self in (SamplingMode.ARGMAX, SamplingMode.GREEDY)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether some row has a bias, a penalty or a minimum length."""
+        return self in (SamplingMode.GREEDY, SamplingMode.SAMPLED)
 
 
 @dataclass(frozen=True)
@@ -42,7 +60,7 @@ class SamplingRows:
 
 
 def sample(
-    logits: Tensor,  # [N, V] float32 or wider; not modified
+    logits: Tensor,  # [N, V] float32 or wider, bias and penalties applied; not modified
     positions: Tensor,  # [N] int64: position that the sampled token will occupy
     rows: SamplingRows,
     *,
@@ -54,11 +72,11 @@ def sample(
     it, top-k, top-p of what top-k left, min-p, each keeping every token at its threshold, Gumbel
     noise, argmax. `mode` leaves out what no row needs.
     """
-    if mode is not SamplingMode.ARGMAX:
+    if mode.edits_logits:
         logits = _mask_stop_ids(logits, positions, rows)
     # argmax returns the first maximum of a row
     greedy = logits.argmax(-1)
-    if mode is not SamplingMode.SAMPLED:
+    if mode.is_greedy:
         return greedy
     is_greedy = rows.temperature == 0
     scaled = logits / rows.temperature.masked_fill(is_greedy, 1.0).to(logits.dtype)[:, None]
