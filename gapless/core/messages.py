@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from gapless.core.counters import DecodeCounters
     from gapless.core.request import FinishReason
 
 
@@ -46,6 +47,8 @@ class Completion:
     token_ids: tuple[int, ...]
     """Tokens generated, the one that ended them included."""
     finish_reason: FinishReason
+    counters: DecodeCounters
+    """What decoding and speculation did for it."""
     stop_reason: str | int | None = None
     """The stop string or token id that ended the text, if one did."""
     logprobs: tuple[TokenLogprob, ...] | None = None
@@ -91,6 +94,8 @@ class Update:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    counters: DecodeCounters | None = None
+    """What decoding and speculation did for the continuation; with its last update."""
     logprobs: tuple[TokenLogprob, ...] | None = None
     """One per token of `token_ids`; None where they were not asked for."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()

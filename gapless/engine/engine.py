@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from gapless.config.options import EngineOptions
     from gapless.config.resolve import Config
     from gapless.core.plan import Delta, LogprobRow
+
+logger = logging.getLogger(__name__)
 
 _MASK = 2**64 - 1
 
@@ -160,6 +163,7 @@ class Engine:
             live = self._live[delta.request.request_id]
             update = self._decode(live, delta)
             if update.finish_reason is not None:
+                logger.debug("%s: %s", delta.request.request_id, delta.request.counters)
                 del self._live[delta.request.request_id]
             yield update
 
@@ -168,7 +172,7 @@ class Engine:
         text: list[str] = []
         tokens: list[int] = []
         request, reason = live.request, delta.finish_reason
-        ended_by = delta.token_ids[-1] if reason is FinishReason.STOP else None
+        ended_by: str | int | None = delta.token_ids[-1] if reason is FinishReason.STOP else None
         for position, token_id in enumerate(delta.token_ids, start=1):
             tokens.append(token_id)
             if ended_by is not None and position == len(delta.token_ids):
@@ -178,16 +182,22 @@ class Engine:
             if found.stop is not None:
                 if reason is None:
                     self.scheduler.finish(request, FinishReason.STOP)
-                return Update(
-                    live.request_id, live.index, "".join(text), tuple(tokens), FinishReason.STOP,
-                    found.stop, None, _logprobs(request, tokens, delta), _prompt_logprobs(delta),
-                )  # fmt: skip
+                reason, ended_by = FinishReason.STOP, found.stop
+                break
         if reason is not None:
             text.append(live.detokenizer.flush())
         return Update(
-            live.request_id, live.index, "".join(text), tuple(tokens), reason, ended_by,
-            delta.error, _logprobs(request, tokens, delta), _prompt_logprobs(delta),
-        )  # fmt: skip
+            request_id=live.request_id,
+            index=live.index,
+            text="".join(text),
+            token_ids=tuple(tokens),
+            finish_reason=reason,
+            stop_reason=ended_by,
+            error=delta.error,
+            counters=None if reason is None else request.counters,
+            logprobs=_logprobs(request, tokens, delta),
+            prompt_logprobs=_prompt_logprobs(delta),
+        )
 
 
 def _logprobs(

@@ -9,6 +9,7 @@ from typing import Any, cast
 from tqdm import tqdm
 
 from gapless.config.options import EngineOptions
+from gapless.core.counters import DecodeCounters
 from gapless.core.messages import Completion, GenerationResult, TokenLogprob, Update, Usage
 from gapless.core.sampling_params import SamplingParams
 from gapless.engine.engine import Engine
@@ -239,6 +240,7 @@ def _result(
                 text="".join(update.text for update in own),
                 token_ids=tuple(t for update in own for t in update.token_ids),
                 finish_reason=last.finish_reason,
+                counters=last.counters or DecodeCounters(),
                 stop_reason=last.stop_reason,
                 logprobs=_joined(update.logprobs for update in own),
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from gapless.errors import BackendUnavailable, ConfigError
 from gapless.layers.placement import Alone, Placement
 from gapless.models.checkpoint import resolve_checkpoint, weight_files
 from gapless.models.loader import dummy_weights, load_weights, stored_tensors, text_prefix
-from gapless.models.mtp import MTP_PREFIX, MTP_RULE, MtpHead
+from gapless.models.mtp import MTP_RULE, MtpHead, num_stored_layers
 from gapless.models.registry import model_module, read_architecture
 from gapless.runner.device import make_device, num_positions
 from gapless.runner.runner import Runner
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gapless.config.options import EngineOptions
+    from gapless.core.architecture import Architecture
     from gapless.core.plan import StepPlan
     from gapless.engine.loop import Handle
     from gapless.layers.placement import Communicator
@@ -51,6 +52,7 @@ class Recipe:
 
     checkpoint: Path
     hf: HfConfig
+    architecture: Architecture
     config: Config
     weights: _Weights | None
     """None: they are made up."""
@@ -74,9 +76,7 @@ class LoadedModel:
         Raises:
             InternalError: a rank has ended.
         """
-        return (
-            self.runner.run(plan) if self.workers is None else self.workers.run(self.runner, plan)
-        )
+        return self.runner.run(plan) if self.workers is None else self.workers.run(plan)
 
     def close(self) -> None:
         """End the worker processes, if there are any; the model cannot run afterwards."""
@@ -93,7 +93,7 @@ def load(options: EngineOptions) -> LoadedModel:
     workers = Workers(device=config.device, world_size=config.tp, build=partial(build, recipe))
     try:
         runner = build(recipe, 0, workers.communicator)
-        workers.wait_until_ready()
+        workers.lead(runner)
     except BaseException:
         workers.close()
         raise
@@ -108,13 +108,14 @@ def decide(options: EngineOptions) -> Recipe:
     else:
         checkpoint = resolve_checkpoint(options.model, revision=options.revision)
     hf = read_hf_config(checkpoint)
-    architecture = read_architecture(hf)
     weights = _find_weights(options, checkpoint)
-    has_mtp = architecture.num_mtp_layers > 0 and (
-        weights is None or any(name.startswith(MTP_PREFIX) for name in weights.names)
-    )
+    architecture = read_architecture(hf)
+    if weights is not None:
+        # configs may be silent about MTP layers that are stored, and fine-tuning drops them
+        architecture = replace(architecture, num_mtp_layers=num_stored_layers(weights.names))
+    has_mtp = architecture.num_mtp_layers > 0
     config = resolve(options, architecture, hf.dtype, device_info(options), has_mtp_weights=has_mtp)
-    return Recipe(checkpoint, hf, config, weights, options.seed or 0)
+    return Recipe(checkpoint, hf, architecture, config, weights, options.seed or 0)
 
 
 def build(recipe: Recipe, rank: int, communicator: Communicator) -> Runner:
@@ -124,7 +125,7 @@ def build(recipe: Recipe, rank: int, communicator: Communicator) -> Runner:
         torch.set_num_threads(config.num_threads)
     dtype: torch.dtype = vars(torch)[config.dtype]
     place = Placement(torch.device(config.device), dtype, rank, config.tp, communicator)
-    architecture, module = read_architecture(recipe.hf), model_module(recipe.hf.model_type)
+    architecture, module = recipe.architecture, model_module(recipe.hf.model_type)
     model: Decoder = module.build(architecture, place, num_positions=num_positions(config))
     mtp = MtpHead(architecture, place) if config.drafter == "mtp" else None
     _fill(model, mtp, recipe.weights, module.ignore_rules(architecture), recipe.seed)

@@ -20,6 +20,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -172,10 +173,10 @@ class Workers:
         self._links: list[_Link] = []
         self._writer = PlanWriter()
         self._closing = threading.Event()
-        # what frees a GPU from waiting for ranks that were killed
-        self._aborts: list[Callable[[], None]] = []
+        # what rank 0 has to do for its part once the others have ended
+        self._leaving: list[Callable[[], None]] = []
         self._finalizer = weakref.finalize(
-            self, _end, self._links, directory, self._closing, self._aborts, os.getpid()
+            self, _end, self._links, directory, self._closing, self._leaving, os.getpid()
         )
         file = Path(directory.name) / "ranks"
         try:
@@ -195,30 +196,35 @@ class Workers:
         except BaseException:
             self.close()
             raise
-        if device == "cuda":
-            self._aborts.append(self.communicator.abort)
-            self._watch()
+        self._is_on_gpu = device == "cuda"
+        self._runner: Runner | None = None
 
-    def wait_until_ready(self) -> None:
-        """Block until every rank has loaded its part.
+    def lead(self, runner: Runner) -> None:
+        """Take `runner` as rank 0's, and block until every rank has loaded its part.
 
         Raises:
             InternalError: one could not.
         """
         self._await(READY, None)
+        self._runner = runner
+        if self._is_on_gpu:
+            leave = partial(_leave_group, self.communicator.abort, runner.forget_graphs)
+            self._leaving.append(leave)
+            self._watch()
 
-    def run(self, runner: Runner, plan: StepPlan) -> Handle:
-        """Have all ranks run a plan, this one with `runner`.
+    def run(self, plan: StepPlan) -> Handle:
+        """Have all ranks run a plan.
 
         Raises:
             InternalError: a worker has ended. The others are ended too.
         """
         self.check()
+        assert self._runner is not None, "rank 0 leads"
         try:
             message = self._writer.pack(plan)
             for link in self._links:
                 link.pipe.send_bytes(message)
-            handle = runner.run(plan)
+            handle = self._runner.run(plan)
         except BaseException as error:
             # ranks that have not made the same calls never meet again
             self._raise_if_ended(GRACE_S if isinstance(error, (OSError, RuntimeError)) else 0)
@@ -349,11 +355,22 @@ def _abort_at_end(
         communicator.abort()
 
 
+def _leave_group(abort: Callable[[], None], forget_graphs: Callable[[], None]) -> None:
+    """Free the GPU from waiting for other ranks, and leave their group.
+
+    NCCL aborts what is under way at once, and then waits until no graph uses the group any more.
+    """
+    thread = threading.Thread(target=abort, name="gapless leave", daemon=True)
+    thread.start()
+    forget_graphs()
+    thread.join(GRACE_S)
+
+
 def _end(
     links: Sequence[_Link],
     directory: tempfile.TemporaryDirectory[str],
     closing: threading.Event,
-    aborts: Sequence[Callable[[], None]],
+    leaving: Sequence[Callable[[], None]],
     owner: int,
 ) -> None:
     """End workers and forget where they met; not in a fork of the process that made them."""
@@ -363,14 +380,11 @@ def _end(
     for link in links:
         link.pipe.close()
     deadline = time.monotonic() + GRACE_S
-    was_killed = False
     for link in links:
         link.process.join(max(0.0, deadline - time.monotonic()))
         if link.process.is_alive():
             link.process.kill()
             link.process.join()
-            was_killed = True
-    for abort in aborts if was_killed else ():
-        # it may wait for the device, which may wait for more than this
-        threading.Thread(target=abort, daemon=True).start()
+    for leave in leaving:
+        leave()
     directory.cleanup()

@@ -13,7 +13,7 @@ from gapless.models.decoder import DecoderLayer, Loadable
 from gapless.models.loader import IgnoreRule
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from torch import Tensor
 
@@ -24,8 +24,12 @@ if TYPE_CHECKING:
     from gapless.models.decoder import Decoder
 
 
-MTP_PREFIX = "mtp."
 MTP_RULE = IgnoreRule(r"mtp\..*", "MTP tensors: speculation is off")
+
+
+def num_stored_layers(names: Iterable[str]) -> int:
+    """Count the MTP layers among canonical tensor names."""
+    return len({name.split(".")[2] for name in names if name.startswith("mtp.layers.")})
 
 
 class MtpHead:

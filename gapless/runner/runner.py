@@ -99,3 +99,7 @@ class Runner:
             decode = self._decode.run(plan) if plan.decode else None
             tokens = self._results.fetch(self._num_emitted + len(plan.sampled))
         return StepHandle(plan, tokens, self._num_emitted, self._window, prefill, decode)
+
+    def forget_graphs(self) -> None:
+        """Destroy the captured steps; those that run again are captured again."""
+        self._decode.forget_graphs()

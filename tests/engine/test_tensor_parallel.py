@@ -202,15 +202,14 @@ def test_ranks_meet_and_a_failing_one_says_why(caplog: pytest.LogCaptureFixture)
     workers = Workers(device="cpu", world_size=3, build=summing)
     directory = Path(workers._finalizer.peek()[2][1].name)
     assert directory.stat().st_mode & 0o777 == 0o700
-    runner = summing(0, workers.communicator)
-    workers.wait_until_ready()
+    workers.lead(summing(0, workers.communicator))
     for step_id in (0, 5):
-        result = workers.run(runner, step(step_id)).wait()
+        result = workers.run(step(step_id)).wait()
         assert result.prefill_tokens.tolist() == [3 * step_id + 3] * 2
         assert result.decode_tokens.tolist() == [[step_id, step_id + 1, step_id + 2]] * 2
     processes = active_children()
     with pytest.raises(InternalError, match="rank 1 failed: ValueError: seven is too much"):
-        workers.run(runner, step(7))
+        workers.run(step(7))
     assert "line" in caplog.text
     assert not any(process.is_alive() for process in processes)
     assert not directory.exists()
@@ -218,13 +217,12 @@ def test_ranks_meet_and_a_failing_one_says_why(caplog: pytest.LogCaptureFixture)
 
 def test_ranks_end_with_a_failed_step_of_rank_0() -> None:
     workers = Workers(device="cpu", world_size=2, build=summing)
-    runner = summing(0, workers.communicator)
-    workers.wait_until_ready()
+    workers.lead(summing(0, workers.communicator))
     processes = active_children()
     with pytest.raises(ValueError, match="eight is too much"):
-        workers.run(runner, step(8))
+        workers.run(step(8))
     with pytest.raises(InternalError, match="were ended; make another engine"):
-        workers.run(runner, step(9))
+        workers.run(step(9))
     assert not any(process.is_alive() for process in processes)
 
 
@@ -232,7 +230,7 @@ def test_a_rank_that_cannot_load_says_why() -> None:
     workers = Workers(device="cpu", world_size=2, build=failing)
     processes = active_children()
     with pytest.raises(InternalError, match="rank 1 failed: MemoryError: rank 1 has no room"):
-        workers.wait_until_ready()
+        workers.lead(summing(0, workers.communicator))
     assert not any(process.is_alive() for process in processes)
 
 

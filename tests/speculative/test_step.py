@@ -103,6 +103,7 @@ def test_counters_add_up() -> None:
     llm = LLM(max_running_requests=2, linear_replayssm_cache_len=4)
     result = llm.generate(QUESTION, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
     counters = llm.engine.scheduler.counters
+    assert result.completions[0].counters == counters
     assert counters.num_emitted == len(result.token_ids) - 1
     assert counters.num_emitted == counters.num_steps + counters.num_accepted
     assert counters.proposed_at == [counters.num_steps] * 3
