@@ -56,6 +56,7 @@ class GenerationDefaults:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 @dataclass(frozen=True)
@@ -386,6 +387,7 @@ def _generation_defaults(path: Path, values: dict[str, Any]) -> GenerationDefaul
         top_k=_integer(path, "top_k", given["top_k"], low=-1) if "top_k" in given else None,
         top_p=number("top_p"),
         min_p=number("min_p"),
+        repetition_penalty=number("repetition_penalty"),
     )
 
 

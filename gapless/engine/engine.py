@@ -268,6 +268,7 @@ def _default_params(generation: GenerationDefaults) -> SamplingParams:
         top_k=_or(generation.top_k, params.top_k),
         top_p=_or(generation.top_p, params.top_p),
         min_p=_or(generation.min_p, params.min_p),
+        repetition_penalty=_or(generation.repetition_penalty, params.repetition_penalty),
     )
 
 

@@ -419,8 +419,9 @@ def test_wrong_eos_is_named_with_its_file(tmp_path: Path, found: Any) -> None:
 def test_generation_defaults(tmp_path: Path) -> None:
     assert read(tmp_path).generation == GenerationDefaults()
     given = {"do_sample": True, "temperature": 1, "top_k": 20, "top_p": 0.95, "min_p": 0.1}
-    found = read_hf_config(write(tmp_path, BASE, given | {"repetition_penalty": 1.1}))
-    assert found.generation == GenerationDefaults(True, 1.0, 20, 0.95, 0.1)
+    given |= {"repetition_penalty": 1.1, "unread": 3}
+    found = read_hf_config(write(tmp_path, BASE, given))
+    assert found.generation == GenerationDefaults(True, 1.0, 20, 0.95, 0.1, 1.1)
     partial = read_hf_config(write(tmp_path, BASE, {"do_sample": False, "top_p": None}))
     assert partial.generation == GenerationDefaults(do_sample=False)
 

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from gapless import LLM, InvalidRequest, SamplingParams
+from gapless.config.hf import GenerationDefaults
 from gapless.core.request import FinishReason
+from gapless.engine.engine import _default_params
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -211,3 +213,12 @@ def test_stop_ids_outside_the_vocabulary_or_too_many(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="9 stop ids with the model's own"):
         llm.generate(QUESTION, _greedy(stop_token_ids=tuple(range(7))))
     llm.generate(QUESTION, _greedy(stop_token_ids=tuple(range(7)), ignore_eos=True, max_tokens=2))
+
+
+def test_requests_that_name_no_sampling_take_the_checkpoint_s() -> None:
+    own = GenerationDefaults(True, 0.6, 20, 0.95, 0.05, 1.05)
+    assert _default_params(own) == SamplingParams(
+        temperature=0.6, top_k=20, top_p=0.95, min_p=0.05, repetition_penalty=1.05
+    )
+    assert _default_params(GenerationDefaults()) == SamplingParams()
+    assert _default_params(GenerationDefaults(do_sample=False)).is_greedy
