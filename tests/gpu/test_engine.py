@@ -24,14 +24,20 @@ OPTIONS: dict[str, Any] = {"max_running_requests": 4, "max_model_len": 256, "dty
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=60),
     SamplingParams(temperature=0.8, seed=3, max_tokens=60),
-    SamplingParams(temperature=0.0, max_tokens=60, min_tokens=3),
+    SamplingParams(temperature=0.0, max_tokens=60, min_tokens=3, logprobs=2),
+]
+PENALISED = [
+    SamplingParams(temperature=0.0, max_tokens=40, repetition_penalty=1.2),
+    SamplingParams(temperature=0.0, max_tokens=40, frequency_penalty=0.5, presence_penalty=0.3),
+    SamplingParams(temperature=0.9, seed=5, max_tokens=40, logit_bias={300: 2.0}, logprobs=0),
 ]
 
 
+@pytest.mark.parametrize("params", [PARAMS, PENALISED])
 @pytest.mark.parametrize("num_steps", [0, 3])
-def test_tokens_as_on_the_cpu(num_steps: int) -> None:
+def test_tokens_as_on_the_cpu(num_steps: int, params: list[SamplingParams]) -> None:
     found = [
-        LLM(device=device, speculative_num_steps=num_steps, **OPTIONS).generate(QUESTIONS, PARAMS)
+        LLM(device=device, speculative_num_steps=num_steps, **OPTIONS).generate(QUESTIONS, params)
         for device in ("cuda", "cpu")
     ]
     for on_gpu, on_cpu in zip(*found, strict=True):
