@@ -85,9 +85,9 @@ def test_double_fold_on_done_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint length that stays behind what was folded folds twice."""
     honest = decode.accept
 
-    def forgets(device: Any, verified: Any, mode: Any) -> Any:
+    def forgets(device: Any, *rest: Any) -> Any:
         before = device.table.columns.checkpoint_len.clone()
-        out = honest(device, verified, mode)
+        out = honest(device, *rest)
         device.table.columns.checkpoint_len.copy_(before)
         return out
 
