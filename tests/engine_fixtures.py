@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from gapless.engine.load import LoadedModel
+    from gapless.runner.runner import Runner
+
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -36,3 +39,9 @@ def make_llm(tiny_checkpoint: Path) -> Callable[..., LLM]:
         return LLM(str(tiny_checkpoint), **{**defaults, **options})
 
     return make
+
+
+def runner_of(llm: LLM) -> Runner:
+    """Return the runner of an engine's own rank, whose device and graphs tests look into."""
+    loaded: LoadedModel = llm.engine._loop._run.__self__  # type: ignore[attr-defined]
+    return loaded.runner

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -23,7 +25,6 @@ from gapless.models.mtp import MtpHead
 from gapless.models.registry import model_module, read_architecture
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from torch import Tensor
@@ -186,3 +187,21 @@ def make_recipe(checkpoint: Path, **options: Any) -> load_module.Recipe:
 def make_runner(recipe: load_module.Recipe) -> Runner:
     """Build the model on one rank."""
     return load_module.build(recipe, 0, Alone())
+
+
+CheckpointOf = Callable[[str], "Path"]
+
+
+@pytest.fixture(scope="session")
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> CheckpointOf:
+    """Return the directory of a model of `CONFIGS`; for reading only."""
+    root = tmp_path_factory.mktemp("ranks")
+
+    def written(name: str) -> Path:
+        directory = root / name
+        if not directory.exists():
+            directory.mkdir()
+            write_checkpoint(name, directory)
+        return directory
+
+    return written

@@ -13,9 +13,8 @@ if TYPE_CHECKING:
 
     from gapless.speculative.drafter import Frontier, Outcome, PromptChunk, SampleAt
 
-# longest and shortest run of newest tokens that is looked up
+# longest run of newest tokens that is looked up
 LONGEST_MATCH = 3
-SHORTEST_MATCH = 1
 
 
 class NgramDrafter:
@@ -75,7 +74,6 @@ class NgramDrafter:
             shifted = tokens if back == 0 else torch.roll(tokens, back, dims=1)
             is_match = is_match & (shifted == wanted) & (position >= back)
             latest = torch.where(is_match, position, -1).amax(1)
-            if length >= SHORTEST_MATCH:
-                # a longer match, where there is one, replaces the shorter
-                best = torch.where(latest >= 0, latest, best)
+            # a longer match, where there is one, replaces the shorter
+            best = torch.where(latest >= 0, latest, best)
         return best

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import active_children
 from pathlib import Path
@@ -25,10 +24,13 @@ from gapless.core.request import Request
 from gapless.engine.load import device_info
 from gapless.engine.worker import PlanReader, PlanWriter, Workers
 from gapless.errors import InternalError
-from tests.ranks import ThreadRunners, make_recipe, write_checkpoint
+from tests.ranks import ThreadRunners, make_recipe
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from gapless.layers.placement import Communicator
+    from tests.ranks import CheckpointOf
 
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
@@ -38,23 +40,6 @@ OPTIONS: dict[str, Any] = {
     "dtype": "float64", "max_running_requests": 3, "max_model_len": 200, "page_size": 8,
     "chunked_prefill_size": 24, "mem_fraction": 0.1,
 }  # fmt: skip
-
-CheckpointOf = Callable[[str], Path]
-
-
-@pytest.fixture(scope="module")
-def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> CheckpointOf:
-    """Return the directory of a model of `tests.ranks`; for reading only."""
-    root = tmp_path_factory.mktemp("ranks")
-
-    def written(name: str) -> Path:
-        directory = root / name
-        if not directory.exists():
-            directory.mkdir()
-            write_checkpoint(name, directory)
-        return directory
-
-    return written
 
 
 def prompts() -> list[list[int]]:

@@ -9,6 +9,7 @@ import torch
 
 from gapless import LLM, SamplingParams
 from gapless.runner.syncs import forbid_syncs
+from tests.engine_fixtures import runner_of
 
 pytestmark = pytest.mark.gpu
 
@@ -53,7 +54,7 @@ def test_steady_steps_are_one_graph_each_and_never_sync() -> None:
             next(stream)
     torch.cuda.synchronize()
     launch = llm.engine._loop._run
-    graphs = launch.__self__.runner._decode._graphs._graphs  # type: ignore[attr-defined]
+    graphs = runner_of(llm)._decode._graphs._graphs
     assert all(graph.num_launches == 1 for graph in graphs.values())
 
     def guarded(plan: Any) -> Any:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -43,36 +41,22 @@ from tests.ranks import (
     ThreadRunners,
     make_recipe,
     make_runner,
-    write_checkpoint,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from gapless.engine.load import Recipe
     from gapless.layers.batch import LayerMemory, LinearMemory
     from gapless.runner.runner import Runner
+    from tests.ranks import CheckpointOf
 
 CPU = torch.device("cpu")
 MAX_ERROR = 1e-10
 # every model on two ranks; where each has fewer KV heads than ranks, and a padded head, on four
 CASES = [*((name, 2) for name in CONFIGS), ("qwen3_5_four", 4), ("qwen3_one_kv_head", 4)]
 AT = pytest.mark.parametrize(("name", "world_size"), CASES)
-
-CheckpointOf = Callable[[str], Path]
-
-
-@pytest.fixture(scope="session")
-def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> CheckpointOf:
-    """Return the directory of a model of `CONFIGS`; for reading only."""
-    root = tmp_path_factory.mktemp("ranks")
-
-    def written(name: str) -> Path:
-        directory = root / name
-        if not directory.exists():
-            directory.mkdir()
-            write_checkpoint(name, directory)
-        return directory
-
-    return written
 
 
 class Recorder:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gapless.speculative.drafter import Drafts, Frontier, Outcome, PromptChunk, SampleAt
+from tests.engine_fixtures import runner_of
 
 if TYPE_CHECKING:
     from gapless import LLM
@@ -60,7 +61,7 @@ def with_oracle(
     llm: LLM, truth: Mapping[tuple[int, ...], Sequence[int]], script: str, *, gaps: int = 0
 ) -> LLM:
     """Put an oracle in place of an engine's drafter; `truth` maps prompts to their outputs."""
-    runner: Any = llm.engine._loop._run.__self__.runner  # type: ignore[attr-defined]
+    runner: Any = runner_of(llm)
     device = runner.device
     oracle = OracleDrafter(
         device.geometry.num_slots,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gapless import LLM, SamplingParams
 from gapless.assets import demo_checkpoint
+from tests.engine_fixtures import runner_of
 
 HEADS, KV_HEADS, HEAD_DIM, ROTARY, THETA, EPS = 4, 2, 64, 16, 1e5, 1e-6
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -82,7 +83,7 @@ def test_drafts_of_every_step_equal_a_plain_chain() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     tokens = [*prompt, *LLM(speculative_num_steps=0, **options).generate(prompt, params).token_ids]
     hidden = _hidden_states(tokens)
-    device = llm.engine._loop._run.__self__.runner.device  # type: ignore[attr-defined]
+    device = runner_of(llm).device
     plain, stream = PlainMtp(), llm.stream(prompt, params)
     num_checked = 0
     for _ in range(5):
@@ -100,7 +101,7 @@ def test_drafts_of_every_step_equal_a_plain_chain() -> None:
 def _hidden_states(tokens: list[int]) -> Tensor:
     """The trunk's post-final-norm hidden states, from a one-shot prefill."""
     llm = LLM(max_running_requests=1, max_model_len=128, dtype="float64", speculative_num_steps=0)
-    device = llm.engine._loop._run.__self__.runner.device  # type: ignore[attr-defined]
+    device = runner_of(llm).device
     kept: list[Tensor] = []
     forward = device.model.forward
 

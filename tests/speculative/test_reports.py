@@ -15,6 +15,7 @@ import torch
 
 from gapless import LLM, SamplingParams
 from gapless.layers.batch import LinearMemory
+from tests.engine_fixtures import runner_of
 
 MakeLLM = Callable[..., LLM]
 
@@ -91,7 +92,7 @@ def test_slot_of_a_drafting_request_serves_a_fresh_one(alone: tuple[int, ...]) -
 def test_infinities_in_a_freed_slot_do_no_harm(alone: tuple[int, ...], value: float) -> None:
     llm = _llm(max_running_requests=2)
     llm.generate(QUESTION, GREEDY)
-    device = llm.engine._loop._run.__self__.runner.device  # type: ignore[attr-defined]
+    device = runner_of(llm).device
     geometry = device.geometry
     for memory in (*device.memory, *device.drafter._memory):
         if isinstance(memory, LinearMemory):

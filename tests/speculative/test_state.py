@@ -14,6 +14,7 @@ from gapless.layers.batch import LinearMemory
 from gapless.layers.delta_net import L2NORM_EPS
 from gapless.ops.linear_replay import materialize
 from gapless.speculative.mtp import MtpDrafter
+from tests.engine_fixtures import runner_of
 
 if TYPE_CHECKING:
     from gapless.runner.device import Device
@@ -24,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 
 
 def _device(llm: LLM) -> Device:
-    return llm.engine._loop._run.__self__.runner.device  # type: ignore[attr-defined, no-any-return]
+    return runner_of(llm).device
 
 
 def _kv(device: Device, pool: Tensor, slot: int, first: int, end: int) -> Tensor:

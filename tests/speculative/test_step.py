@@ -11,6 +11,7 @@ from gapless.runner.graphs import StepGraph
 from gapless.runner.inputs import Download, Upload
 from gapless.runner.syncs import HiddenSync, forbid_syncs
 from gapless.speculative import mtp
+from tests.engine_fixtures import runner_of
 from tests.runner.allocations import Allocations
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -38,7 +39,7 @@ def test_one_launch_one_copy_up_one_copy_down(
             return _honest(*args)
 
         monkeypatch.setattr(owner, name, counted)
-    graphs = llm.engine._loop._run.__self__.runner._decode._graphs._graphs  # type: ignore[attr-defined]
+    graphs = runner_of(llm)._decode._graphs._graphs
     num_keys = len(graphs)
     for _ in range(10):
         llm.engine.step()
@@ -112,3 +113,12 @@ def test_counters_add_up() -> None:
     assert 0 < counters.num_flushes <= end // 4 - len(result.prompt_token_ids) // 4
     assert 0 < counters.ring_occupancy < 4 + 4
     assert "tokens per step" in str(counters)
+
+
+@pytest.mark.parametrize("wanted", [1.0, 2.5, 4.0])
+def test_simulated_acceptance_is_engaged(wanted: float) -> None:
+    llm = LLM(max_running_requests=2, load_format="dummy", speculative_simulate_acceptance=wanted)
+    params = SamplingParams(temperature=0.0, max_tokens=201, ignore_eos=True)
+    assert len(llm.generate(QUESTION, params).token_ids) == 201
+    # the last step may be cut by the limit
+    assert llm.engine.scheduler.counters.accepted_len == pytest.approx(wanted, abs=0.1)
