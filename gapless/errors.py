@@ -9,6 +9,7 @@
     │   ├── InvalidRequest     wrong in itself (HTTP 400)
     │   ├── ContextTooLong     more tokens than the model or the pools hold (HTTP 400)
     │   └── Overloaded         refused for want of room (HTTP 503)
+    │       └── QueueFull      as many requests wait as may
     ├── BackendUnavailable     an implementation that was asked for and is not there
     └── InternalError          a broken invariant of the engine itself
 
@@ -50,6 +51,10 @@ class ContextTooLong(RequestError):
 
 class Overloaded(RequestError):
     """A request refused for want of room."""
+
+
+class QueueFull(Overloaded):
+    """A request refused because as many wait as may; it can be sent again later."""
 
 
 class BackendUnavailable(GaplessError):

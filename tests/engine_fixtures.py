@@ -20,14 +20,26 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A scaled tiny Qwen3.5 with the bundled model's tokenizer."""
-    directory = tmp_path_factory.mktemp("tiny")
-    _, model = tiny.build("qwen3_5", scaled=True, seed=tiny.VETTED_SEED)
-    tiny.save(model, directory)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(demo_checkpoint() / name, directory / name)
-    return directory
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the directory of a scaled tiny model with the bundled model's tokenizer, by name."""
+    root = tmp_path_factory.mktemp("tiny")
+
+    def saved(name: str) -> Path:
+        directory = root / name
+        if not directory.exists():
+            _, model = tiny.build(name, scaled=True, seed=tiny.VETTED_SEED)
+            tiny.save(model, directory)
+            for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+                shutil.copy(demo_checkpoint() / file, directory / file)
+        return directory
+
+    return saved
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tiny_model: Callable[[str], Path]) -> Path:
+    """A scaled tiny Qwen3.5."""
+    return tiny_model("qwen3_5")
 
 
 @pytest.fixture

@@ -6,15 +6,23 @@ A backend turns page tables into a `PlannedAttention` once per forward; every la
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 from typing import TYPE_CHECKING, Protocol
 
+from gapless.errors import BackendUnavailable
+
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = {"reference": "gapless.attention.reference:ReferenceAttention"}
+BACKENDS = {
+    "reference": "gapless.attention.reference:ReferenceAttention",
+    "triton": "gapless.attention.triton:TritonAttention",
+}
 
 
 class PlannedAttention(Protocol):
@@ -60,11 +68,58 @@ class AttentionBackend(Protocol):
         ...
 
 
-def make_backend(name: str, *, page_size: int, max_len: int, device: str) -> AttentionBackend:
-    """Make the backend `name`; its size arguments are those of the page table."""
+def choose_backend(name: str, *, device: str, head_dims: Collection[int], dtype: str) -> str:
+    """Return the backend that `name` stands for, and log why it is that one.
+
+    Raises:
+        BackendUnavailable: `name` is asked for and cannot serve this device or model.
+    """
+    missing = _triton_lacks(device, head_dims, dtype)
+    if name == "triton" and missing:
+        raise BackendUnavailable(
+            f"attention backend triton on {missing}; use attention backend reference or auto"
+        )
+    if name != "auto":
+        logger.info("attention backend = %s (asked for)", name)
+        return name
+    if missing:
+        logger.info("attention backend = reference (the triton kernels serve no %s)", missing)
+        return "reference"
+    logger.info("attention backend = triton (device %s)", device)
+    return "triton"
+
+
+def make_backend(
+    name: str,
+    *,
+    page_size: int,
+    max_len: int,
+    device: str,
+    head_dims: Collection[int],
+    dtype: str,
+) -> AttentionBackend:
+    """Make the backend `name`, or with "auto" the fastest that serves this device and model.
+
+    Args: page_size, max_len: of the page table. head_dims, dtype: of all attention layers.
+
+    Raises:
+        BackendUnavailable: `name` is asked for and cannot serve this device or model.
+    """
+    name = choose_backend(name, device=device, head_dims=head_dims, dtype=dtype)
     module, _, attribute = BACKENDS[name].partition(":")
-    logger.info("attention backend = %s", name)
     backend: AttentionBackend = vars(importlib.import_module(module))[attribute](
         page_size=page_size, max_len=max_len, device=device
     )
     return backend
+
+
+def _triton_lacks(device: str, head_dims: Collection[int], dtype: str) -> str | None:
+    """What of device and model the Triton kernels do not serve; None if they serve it all."""
+    if not device.startswith("cuda"):
+        return f"device {device} (want cuda)"
+    if importlib.util.find_spec("triton") is None:
+        return "installation without the triton package"
+    from gapless.ops.paged_attention.triton import unsupported
+
+    found = [unsupported(head_dim, dtype) for head_dim in head_dims]
+    return next((reason for reason in found if reason), None)

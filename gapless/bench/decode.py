@@ -160,6 +160,8 @@ def time_requests(
         RequestError: a request cannot be served.
     """
     engine = llm.engine
+    # every round prefills its prompts
+    engine.flush_cache()
     engine.scheduler.counters = counters = DecodeCounters()
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     request_ids = [f"bench-{index}" for index in range(len(prompts))]

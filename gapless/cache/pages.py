@@ -45,32 +45,47 @@ def largest_reserved_len(max_window: int, limit_len: int) -> int:
 
 
 class PagePool:
-    """The pages `0 .. num_pages - 1`; the null page, id `num_pages`, is never handed out."""
+    """The pages `0 .. num_pages - 1`; the null page, id `num_pages`, is never handed out.
+
+    A page may be held several times: by requests and by nodes of the prefix cache. It is free when
+    nobody holds it.
+    """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
-        self._is_free = [True] * num_pages
+        self._num_holders = [0] * num_pages
 
     @property
     def num_free(self) -> int:
         """Pages that nobody holds."""
         return len(self._free)
 
+    def num_holders(self, page: int) -> int:
+        """How often a page is held."""
+        return self._num_holders[page]
+
     def allocate(self, count: int) -> list[int] | None:
-        """Hand out `count` pages, or none of them if fewer are free. The caller owns them."""
+        """Hand out `count` free pages, held once each, or none of them if fewer are free."""
         assert count >= 0, f"cannot allocate {count} pages"
         if count > len(self._free):
             return None
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
-            self._is_free[page] = False
+            self._num_holders[page] = 1
         return pages
 
+    def share(self, pages: Iterable[int]) -> None:
+        """Hold pages once more that somebody holds already."""
+        for page in pages:
+            assert self._num_holders[page] > 0, f"page {page} is shared and held by nobody"
+            self._num_holders[page] += 1
+
     def release(self, pages: Iterable[int]) -> None:
-        """Take pages back from their owner."""
+        """Hold pages once less."""
         for page in pages:
             assert 0 <= page < self.num_pages, f"page {page} is not one of {self.num_pages}"
-            assert not self._is_free[page], f"page {page} is released twice"
-            self._is_free[page] = True
-            self._free.append(page)
+            assert self._num_holders[page] > 0, f"page {page} is released twice"
+            self._num_holders[page] -= 1
+            if self._num_holders[page] == 0:
+                self._free.append(page)

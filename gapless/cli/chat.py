@@ -19,6 +19,7 @@ from gapless.errors import ContextTooLong, RequestError
 from gapless.observe.logging import configure
 
 if TYPE_CHECKING:
+    from gapless.text.chat import EncodedPrompt
     from collections.abc import Iterator
 
     from gapless.core.messages import Update
@@ -162,8 +163,8 @@ class Session:
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system})
         try:
-            prompt_ids = self._llm.encode(messages)
-            updates = self._stream(prompt_ids)
+            prompt = self._llm.prepare(messages)
+            updates = self._stream(prompt)
         except ContextTooLong as error:
             notice(f"this turn is left out: {error}; /reset begins a new conversation")
             return
@@ -174,16 +175,16 @@ class Session:
         num_tokens = sum(len(update.token_ids) for update in updates)
         if answer:
             self._history += [turn, {"role": "assistant", "content": answer}]
-        self._stats.context_len = len(prompt_ids) + num_tokens
+        self._stats.context_len = len(prompt.token_ids) + num_tokens
         self._remark(updates[-1].finish_reason)
 
-    def _stream(self, prompt_ids: list[int]) -> list[Update]:
+    def _stream(self, prompt: EncodedPrompt) -> list[Update]:
         """Print an answer's text until it ends or Ctrl-C ends it; return its updates."""
         start = time.perf_counter()
         request_id = f"answer-{self._stats.num_answers}"
         found: list[Update] = []
         with interrupts() as asked:
-            for update in self._llm.stream(prompt_ids, self._sampling, request_id=request_id):
+            for update in self._llm.stream(prompt, self._sampling, request_id=request_id):
                 print(update.text, end="", flush=True)
                 found.append(update)
                 if asked and update.finish_reason is None:

@@ -75,9 +75,12 @@ class Generate:
         for conversation, result in zip(conversations, results, strict=True):
             self._print(conversation.shown, result)
         tokens = sum(result.usage.completion_tokens for result in results)
+        cached = sum(result.usage.cached_tokens for result in results)
+        asked = sum(result.usage.prompt_tokens for result in results)
         print(
             f"{tokens} tokens for {len(results)} prompts in {seconds:.2f} s: "
-            f"{tokens / seconds:.1f} tokens/s",
+            f"{tokens / seconds:.1f} tokens/s"
+            + (f", {cached} of {asked} prompt tokens cached" if cached else ""),
             file=sys.stderr if self.json else sys.stdout,
         )
         return 0

@@ -12,25 +12,26 @@ import tyro
 
 from gapless.assets import demo_checkpoint
 from gapless.cli.report import table
+from gapless.config.budget import divide
 from gapless.config.hf import read_hf_config
 from gapless.config.options import EngineOptions
 from gapless.config.resolve import (
     DEFAULT_DRAFTS,
     MOST_DRAFTS,
     DeviceInfo,
-    context_len,
-    memory_budget,
+    demand,
     resolve_footprint,
 )
 from gapless.core.architecture import AttentionSpec, MlpSpec, conv_ring_capacity, ring_capacity
-from gapless.core.footprint import num_active_parameters, num_mtp_parameters
+from gapless.core.footprint import human, num_active_parameters, num_mtp_parameters
 from gapless.errors import ConfigError
 from gapless.observe.logging import configure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from gapless.config.budget import Demand
     from gapless.config.hf import HfConfig
     from gapless.core.architecture import Architecture, MoeSpec
     from gapless.core.footprint import Footprint
@@ -108,10 +109,11 @@ class Inspect:
                 max_window=1 + num_drafts,
                 uses_mtp=options.speculative_algorithm in ("auto", "mtp"),
             )
+        wanted = demand(options, footprints[num_drafts], device)
         room = Room(
             memory_bytes=device.free_bytes,
-            budget_bytes=memory_budget(options, device),
-            full_len=context_len(options, spec),
+            budget_bytes=wanted.budget_bytes,
+            full_len=wanted.max_model_len,
             max_running=options.max_running_requests,
         )
         found = {
@@ -119,7 +121,12 @@ class Inspect:
             "settings": _settings(plain),
             "room": asdict(room),
             "sizes": [
-                {"num_drafts": drafts, **_sizes(footprint), **asdict(fit(footprint, room))}
+                {
+                    "num_drafts": drafts,
+                    **_sizes(footprint),
+                    **asdict(fit(footprint, room)),
+                    "engine": _engine(footprint, wanted),
+                }
                 for drafts, footprint in footprints.items()
             ],
         }
@@ -263,11 +270,29 @@ def _sizes(footprint: Footprint) -> dict[str, Any]:
         "kv_bytes_per_token": footprint.kv_bytes_per_token,
         "mtp_kv_bytes_per_token": footprint.mtp_kv_bytes_per_token,
         "page_bytes": footprint.page_bytes,
-        "state_bytes_per_request": footprint.state_bytes,
+        "state_bytes_per_row": footprint.state_bytes,
+        "row_bytes": footprint.row_bytes,
         "ring_bytes_per_request": footprint.ring_bytes,
         "ring_entries": ring_capacity(footprint.replay_len, window) if widths else 0,
         "conv_ring_entries": max((conv_ring_capacity(w, window) for w in widths), default=0),
         "fixed_bytes": footprint.fixed_bytes,
+    }
+
+
+def _engine(footprint: Footprint, wanted: Demand) -> dict[str, Any]:
+    """What an engine would do with the memory, or why it would not start."""
+    try:
+        division = divide(footprint, wanted)
+    except ConfigError as error:
+        return {"refused": str(error)}
+    return {
+        "max_running_requests": division.max_running,
+        "max_model_len": division.max_model_len,
+        "num_pages": division.num_pages,
+        "num_snapshots": division.num_snapshots,
+        "uses_prefix_cache": division.uses_prefix_cache,
+        "bytes": {part.name: part.num_bytes for part in division.parts},
+        "shown": {part.name: str(part) for part in division.parts},
     }
 
 
@@ -299,8 +324,24 @@ def render(found: Mapping[str, Any]) -> str:
     )
     heading = "\n".join(f"{name:14}{value}" for name, value in _heading(found).items())
     return "\n".join(
-        (heading, "", table([heads, *size_rows]), FIXED_NOTE, "", title, table([heads, *fit_rows]))
-    )
+        (
+            heading, "", table([heads, *size_rows]), FIXED_NOTE,
+            "", title, table([heads, *fit_rows]),
+            "", *_engine_lines(heads, [size["engine"] for size in sizes]),
+        )
+    )  # fmt: skip
+
+
+def _engine_lines(heads: Sequence[str], found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lay out how an engine with these options divides the memory."""
+    lines = [f"An engine refuses: {one['refused']}" for one in found if "refused" in one]
+    started = [(head, one) for head, one in zip(heads[1:], found, strict=True) if "shown" in one]
+    if started:
+        rows = [
+            [name, *(one["shown"][name] for _, one in started)] for name in started[0][1]["shown"]
+        ]
+        lines = ["An engine divides it so:", table([["", *(h for h, _ in started)], *rows]), *lines]
+    return lines
 
 
 def _heading(found: Mapping[str, Any]) -> dict[str, str]:
@@ -325,7 +366,7 @@ def _heading(found: Mapping[str, Any]) -> dict[str, str]:
     more = f"; {model['mtp_parameters']:,} more for MTP" if model["mtp_layers"] else ""
     if model["mtp_layers"]:
         layers.append(f"{model['mtp_layers']} MTP")
-    has_state = found["sizes"][0]["state_bytes_per_request"] > 0
+    has_state = found["sizes"][0]["state_bytes_per_row"] > 0
     state = f", state {settings['ssm_dtype']}, L = {settings['replay_len']}" if has_state else ""
     if settings["ranks"] > 1:
         state += f"; sizes below and of weights are those of one of {settings['ranks']} ranks"
@@ -340,20 +381,13 @@ def _heading(found: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def human(size: int) -> str:
-    """Show a size in the largest binary unit that it fills, such as "1.5 GiB"."""
-    power = min(4, max(0, size.bit_length() - 1) // 10)
-    if power == 0:
-        return f"{size} B"
-    return f"{size / 1024**power:.1f} {'KMGT'[power - 1]}iB"
-
-
 SIZE_ROWS: tuple[tuple[str, str, Callable[[int], str]], ...] = (
     ("weights", "weight_bytes", human),
     ("KV, per token", "kv_bytes_per_token", human),
     ("MTP KV, per token", "mtp_kv_bytes_per_token", human),
     ("page of {page_size} tokens", "page_bytes", human),
-    ("recurrent state, per request", "state_bytes_per_request", human),
+    ("recurrent state, per row", "state_bytes_per_row", human),
+    ("state row, per request and snapshot", "row_bytes", human),
     ("rings, per request", "ring_bytes_per_request", human),
     ("  replay ring entries", "ring_entries", str),
     ("  convolution ring entries", "conv_ring_entries", str),

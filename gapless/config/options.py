@@ -37,6 +37,15 @@ class EngineOptions:
     mem_fraction: float | None = None
     """Share of the free memory for weights, state and KV pages; default: 0.9 on a GPU, 0.5 on a
     CPU."""
+    max_queued_requests: int | None = None
+    """Most requests that wait for their turn; default 8192."""
+    disable_prefix_cache: bool = False
+    """Keep nothing of a request that has ended; by default prompts that begin alike share work."""
+    snapshot_fraction: float | None = None
+    """Share for state snapshots of the memory that weights and running requests leave to the
+    prefix cache, above 0 and below 1; default 0.25."""
+    host_cache_gb: float = 0.0
+    """Host memory for a second tier of the prefix cache, in GiB, divided by --tp; 0: none."""
     chunked_prefill_size: int | None = None
     """Most prompt tokens run in one step; default: 8192 on a GPU, 512 on a CPU."""
     page_size: int | None = None

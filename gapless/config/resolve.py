@@ -7,8 +7,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
+from gapless.config.budget import (
+    DEFAULT_SNAPSHOT_FRACTION,
+    Demand,
+    Division,
+    divide,
+)
 from gapless.config.options import EngineOptions
-from gapless.core.footprint import Footprint
+from gapless.core.footprint import Footprint, human
 from gapless.core.parallel import check_world_size
 from gapless.errors import ConfigError
 
@@ -22,6 +28,7 @@ logger = logging.getLogger(__name__)
 # tokens drafted per step where nothing else is asked for, and at most
 DEFAULT_DRAFTS = 3
 MOST_DRAFTS = 15
+DEFAULT_QUEUE = 8192
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,17 @@ class Config:
     chunked_prefill_size: int
     page_size: int
     num_pages: int
+    num_state_rows: int
+    """Rows of running requests and of snapshots."""
+    uses_prefix_cache: bool
+    num_host_pages: int
+    num_host_rows: int
+    """Sizes of the cache's host tier; 0 pages: there is none."""
+    max_queued_requests: int
+    page_bytes: int
+    """Bytes of one page; 0 without attention layers."""
+    row_bytes: int
+    """Bytes of one state row; 0 where a prefix is resumed from its pages alone."""
     replay_len: int  # L
     max_window: int  # W_max
     num_threads: int
@@ -81,35 +99,66 @@ def resolve(
         uses_mtp=drafter == "mtp",
     )
     on_gpu = device.kind == "cuda"
-    max_running = _choose(
-        "max_running_requests", options.max_running_requests, 256 if on_gpu else 64
-    )
-    num_pages, max_model_len = _size_pool(
-        options,
-        footprint,
-        max_model_len=context_len(options, architecture),
-        max_running=max_running,
-        device=device,
-    )
+    wanted = demand(options, footprint, device)
+    division = divide(footprint, wanted)
+    _report(options, wanted, division)
+    num_host_pages, num_host_rows = _host_tier(options, footprint, division)
     return Config(
         device=device.kind,
         tp=options.tp,
         dtype=footprint.dtype,
         ssm_dtype=footprint.ssm_dtype,
-        max_model_len=max_model_len,
-        max_running_requests=max_running,
+        max_model_len=division.max_model_len,
+        max_running_requests=division.max_running,
         chunked_prefill_size=_choose(
             "chunked_prefill_size", options.chunked_prefill_size, 8192 if on_gpu else 512
         ),
         page_size=footprint.page_size,
-        num_pages=num_pages,
+        num_pages=division.num_pages,
+        num_state_rows=division.num_state_rows,
+        uses_prefix_cache=division.uses_prefix_cache,
+        num_host_pages=num_host_pages,
+        num_host_rows=num_host_rows,
+        max_queued_requests=_choose(
+            "max_queued_requests", options.max_queued_requests, DEFAULT_QUEUE
+        ),
+        page_bytes=footprint.page_bytes,
+        row_bytes=footprint.row_bytes,
         replay_len=footprint.replay_len,
         max_window=footprint.max_window,
         num_threads=_choose("num_threads", options.num_threads, device.num_threads),
         drafter=drafter,
         simulated_acceptance=options.speculative_simulate_acceptance,
-        buckets=batch_buckets(max_running),
+        buckets=batch_buckets(division.max_running),
     )
+
+
+def _host_tier(options: EngineOptions, footprint: Footprint, division: Division) -> tuple[int, int]:
+    """Pages and rows of the host tier, in the proportion that snapshots and pages have by option.
+
+    Raises:
+        ConfigError: not even the shortest key fits, or there is no cache to have a tier.
+    """
+    asked = options.host_cache_gb
+    if not asked:
+        return 0, 0
+    if not division.uses_prefix_cache:
+        raise ConfigError(
+            f"host_cache_gb={asked} has no effect without a prefix cache; leave it out"
+        )
+    num_bytes = int(asked * 2**30) // options.tp
+    fraction = options.snapshot_fraction or DEFAULT_SNAPSHOT_FRACTION
+    rows = int(num_bytes * fraction) // footprint.row_bytes if footprint.row_bytes else 0
+    left = num_bytes - rows * footprint.row_bytes
+    # without attention layers a page is a number only, and rows are what is scarce
+    pages = left // footprint.page_bytes if footprint.page_bytes else max(1, rows) * 4096
+    if not pages or (footprint.row_bytes and not rows):
+        raise ConfigError(
+            f"host_cache_gb={asked} holds {rows} snapshots of {human(footprint.row_bytes)} and "
+            f"{pages} pages of {human(footprint.page_bytes)}; want at least one of each: raise it"
+        )
+    logger.info("host tier = %d pages, %d snapshots (%s)", pages, rows, human(num_bytes))
+    return pages, rows
 
 
 def resolve_footprint(
@@ -244,6 +293,7 @@ def _check_ranges(options: EngineOptions) -> None:
     for name in (
         "max_model_len",
         "max_running_requests",
+        "max_queued_requests",
         "chunked_prefill_size",
         "page_size",
         "linear_replayssm_cache_len",
@@ -256,15 +306,27 @@ def _check_ranges(options: EngineOptions) -> None:
     if options.max_model_len == 1:
         raise ConfigError("max_model_len=1: want at least 2, one token of prompt and one of output")
     fraction = options.mem_fraction
-    if fraction is not None and not (
-        isinstance(fraction, (int, float)) and math.isfinite(fraction) and 0 < fraction <= 1
-    ):
+    if fraction is not None and not (_is_number(fraction) and 0 < fraction <= 1):
         raise ConfigError(f"mem_fraction={fraction!r}: want a number above 0 and at most 1")
+    fraction = options.snapshot_fraction
+    if fraction is not None and not (_is_number(fraction) and 0 < fraction < 1):
+        raise ConfigError(f"snapshot_fraction={fraction!r}: want a number above 0 and below 1")
+    host_gb = options.host_cache_gb
+    if isinstance(host_gb, bool) or not (_is_number(host_gb) and host_gb >= 0):
+        raise ConfigError(f"host_cache_gb={host_gb!r}: want GiB, 0 or more")
+    if not isinstance(options.disable_prefix_cache, bool):
+        raise ConfigError(
+            f"disable_prefix_cache={options.disable_prefix_cache!r}: want True or False"
+        )
     hints = get_type_hints(EngineOptions)
     for name in ("load_format", "device", "dtype", "ssm_dtype", "speculative_algorithm"):
         value, allowed = _field(options, name), get_args(hints[name])
         if value not in allowed:
             raise ConfigError(f"{name}={value!r}: want one of {', '.join(allowed)}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _check_at_least_1(name: str, value: object) -> None:
@@ -345,34 +407,66 @@ def context_len(options: EngineOptions, architecture: Architecture) -> int:
     return asked
 
 
-def _size_pool(
-    options: EngineOptions,
-    footprint: Footprint,
-    *,
-    max_model_len: int,
-    max_running: int,
-    device: DeviceInfo,
-) -> tuple[int, int]:
-    """Pages that the budget allows, never more than all requests together can use."""
-    budget = memory_budget(options, device)
-    fixed = footprint.weight_bytes + footprint.pool_bytes(num_requests=max_running, num_pages=0)
-    useful = max_running * footprint.num_pages(max_model_len)
-    affordable = (budget - fixed) // footprint.page_bytes if footprint.page_bytes else useful
-    num_pages = min(useful, affordable) if budget >= fixed else 0
-    page_size, longest = footprint.page_size, footprint.longest_request(num_pages)
-    if longest >= max_model_len:
-        reason = "all requests at full length" if num_pages == useful else "what the memory holds"
-        logger.info("num_pages = %d of %d tokens (%s)", num_pages, page_size, reason)
-        return num_pages, max_model_len
-    if options.max_model_len is None and longest >= 2:
+def demand(options: EngineOptions, footprint: Footprint, device: DeviceInfo) -> Demand:
+    """Decide what memory is wanted for, whether there is enough of it or not.
+
+    Raises:
+        ConfigError: snapshot_fraction has no effect.
+    """
+    asked = options.snapshot_fraction
+    why = ""
+    if options.disable_prefix_cache:
+        why = "with disable_prefix_cache"
+    elif footprint.row_bytes == 0:
+        why = f"{footprint.architecture.model_type} resumes a prefix from its pages alone"
+    if asked is not None and why:
+        raise ConfigError(f"snapshot_fraction={asked} has no effect: {why}; leave it out")
+    if asked is None and not why:
+        logger.info("snapshot_fraction = %.2f (default)", DEFAULT_SNAPSHOT_FRACTION)
+    default_running = 256 if device.kind == "cuda" else 64
+    return Demand(
+        budget_bytes=memory_budget(options, device),
+        max_running=_choose("max_running_requests", options.max_running_requests, default_running),
+        max_model_len=context_len(options, footprint.architecture),
+        keeps_len=options.max_model_len is not None,
+        uses_prefix_cache=not options.disable_prefix_cache,
+        snapshot_fraction=DEFAULT_SNAPSHOT_FRACTION if asked is None else asked,
+    )
+
+
+def _report(options: EngineOptions, wanted: Demand, found: Division) -> None:
+    """Log how memory is divided, and warn of what had to be less than was wanted."""
+    sizes = found.footprint
+    left = found.budget_bytes - sizes.weight_bytes - sizes.fixed_bytes
+    if found.max_running < wanted.max_running:
+        logger.warning(
+            "max_running_requests = %d instead of %d: each takes %s of state and rings, and "
+            "weights leave %s, also for the pages of a long request; raise mem_fraction, or set a "
+            "lower max_model_len",
+            found.max_running, wanted.max_running, human(sizes.request_bytes), human(left),
+        )  # fmt: skip
+    if found.max_model_len < wanted.max_model_len:
         logger.warning(
             "max_model_len = %d instead of %d: the memory holds %d pages of %d tokens",
-            longest, max_model_len, num_pages, page_size,
+            found.max_model_len, wanted.max_model_len, found.num_pages, sizes.page_size,
         )  # fmt: skip
-        return num_pages, longest
-    needed = fixed + footprint.num_pages(max_model_len) * footprint.page_bytes
-    raise ConfigError(
-        f"one request of {max_model_len} tokens needs {needed / 2**20:.1f} MiB with weights and "
-        f"state, the budget is {budget / 2**20:.1f} MiB; raise mem_fraction, or lower "
-        "max_model_len or max_running_requests"
+    if wanted.uses_prefix_cache and not found.uses_prefix_cache:
+        _report_no_snapshots(options, wanted, found)
+    for part in found.parts:
+        logger.info("memory: %-13s %s", part.name, part)
+
+
+def _report_no_snapshots(options: EngineOptions, wanted: Demand, found: Division) -> None:
+    sizes = found.footprint
+    left = found.budget_bytes - sizes.weight_bytes - sizes.fixed_bytes
+    left -= found.max_running * sizes.request_bytes
+    reason = (
+        f"one state snapshot takes {human(sizes.row_bytes)}, and {human(left)} are left for "
+        f"snapshots and pages, {wanted.snapshot_fraction} of them for snapshots at most"
     )
+    remedy = "raise mem_fraction, or lower max_running_requests or max_model_len"
+    if options.snapshot_fraction is not None:
+        raise ConfigError(
+            f"snapshot_fraction={options.snapshot_fraction} gives no snapshot: {reason}; {remedy}"
+        )
+    logger.warning("the prefix cache is off: %s; %s", reason, remedy)

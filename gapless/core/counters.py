@@ -1,8 +1,9 @@
-"""Counters of decoding and speculation, for a request or a whole engine."""
+"""Counters of decoding and speculation, for a request or a whole engine, and of the cache."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 
 @dataclass
@@ -67,4 +68,57 @@ class DecodeCounters:
         return (
             f"{self.num_steps} steps, {self.accepted_len:.2f} tokens per step{drafts}, "
             f"{self.num_flushes} flushes, {self.ring_occupancy:.1f} ring entries"
+        )
+
+
+class WaitReason(StrEnum):
+    """Why the first request in the queue was not admitted at a step."""
+
+    SLOTS = "max_running_requests are running"
+    ROWS = "no state row is free"
+    PAGES = "too few pages are free"
+    PREFIX = "the step before computes its prefix"
+    UNREAD = "a step that names it is unread"
+
+
+@dataclass
+class CacheCounters:
+    """What the prefix cache did, and what memory pressure did to requests."""
+
+    num_admissions: int = 0
+    """Requests that were given memory, retracted ones again."""
+    num_hits: int = 0
+    """Those of them that found a prefix cached."""
+    num_tokens: int = 0
+    """Tokens that admitted requests had."""
+    num_cached_tokens: int = 0
+    """Those of them that needed no prefill."""
+    num_snapshots: int = 0
+    """Snapshots stored."""
+    num_snapshots_skipped: int = 0
+    """Snapshots not taken, since every state row was in use."""
+    num_rows_evicted: int = 0
+    """Snapshots dropped for their row."""
+    num_leaves_evicted: int = 0
+    """Ends of cached sequences dropped for their pages."""
+    num_stores: int = 0
+    """Keys copied to the host tier."""
+    num_loads: int = 0
+    """Keys brought back from there."""
+    num_retractions: int = 0
+    """Times that a running request went back to the queue."""
+    waits: dict[WaitReason, int] = field(default_factory=dict)
+    """Steps at which the first in the queue had to wait, by reason."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the tokens that needed no prefill; 0 before the first request."""
+        return self.num_cached_tokens / self.num_tokens if self.num_tokens else 0.0
+
+    def __str__(self) -> str:
+        waits = "".join(f", {count} waits: {reason}" for reason, count in self.waits.items())
+        return (
+            f"{self.num_cached_tokens} of {self.num_tokens} tokens cached ({self.hit_rate:.0%}), "
+            f"{self.num_snapshots} snapshots, {self.num_rows_evicted} rows and "
+            f"{self.num_leaves_evicted} leaves evicted, {self.num_retractions} retractions{waits}"
         )

@@ -99,29 +99,55 @@ class Footprint:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one request's recurrent state."""
+        """Bytes of the recurrent state in one row of the state pool."""
         return self.own.state_bytes_per_row(self.ssm_dtype)
 
     @property
+    def tail_bytes(self) -> int:
+        """Bytes of the convolution tail in one row: the inputs that its next token's taps reach."""
+        layers = self.own.linear_layers
+        return sum(spec.ring_bytes(self.dtype, 0, spec.conv_width - 1) for spec in layers)
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of the hidden state that the MTP layers continue from, of one position."""
+        return self.architecture.hidden_size * DTYPE_BYTES[self.dtype] if self.has_mtp else 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of the state pool: what a request resumes from, but for its pages.
+
+        0 where pages alone are enough.
+        """
+        return self.state_bytes + self.tail_bytes + self.hidden_bytes
+
+    @property
     def ring_bytes(self) -> int:
-        """Bytes of one slot's replay and convolution rings."""
-        return self.own.ring_bytes_per_slot(self.dtype, self.replay_len, self.max_window)
+        """Bytes of one slot's rings: replay, convolution, and hidden states for the MTP layers."""
+        rings = self.own.ring_bytes_per_slot(self.dtype, self.replay_len, self.max_window)
+        return rings + (self.max_window + 1) * self.hidden_bytes
 
     @property
     def request_bytes(self) -> int:
         """Bytes that a running request takes beside its pages."""
-        return self.state_bytes + self.ring_bytes
+        return self.row_bytes + self.ring_bytes
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of the pools with no request: the null page, the null slot's rings, the null and
-        the zero state row, and one zero entry of each ring."""
+        """Bytes of the pools with no request: the null page, the null slot's rings, the null row,
+        the zero row, which is a recurrent state alone, and one zero entry of each ring."""
         zero_entries = sum(spec.ring_bytes(self.dtype, 1, 1) for spec in self.own.linear_layers)
-        return self.page_bytes + self.ring_bytes + 2 * self.state_bytes + zero_entries
+        zeros = self.state_bytes + zero_entries
+        return self.page_bytes + self.ring_bytes + self.row_bytes + zeros
 
-    def pool_bytes(self, *, num_requests: int, num_pages: int) -> int:
-        """Bytes of pools for `num_requests` running requests that share `num_pages` pages."""
-        return self.fixed_bytes + num_requests * self.request_bytes + num_pages * self.page_bytes
+    def pool_bytes(self, *, num_requests: int, num_pages: int, num_snapshots: int = 0) -> int:
+        """Bytes of pools for running requests, pages that they share, and snapshots."""
+        return (
+            self.fixed_bytes
+            + num_requests * self.request_bytes
+            + num_pages * self.page_bytes
+            + num_snapshots * self.row_bytes
+        )
 
     def num_pages(self, limit_len: int) -> int:
         """Pages that a request of `limit_len` tokens, prompt and output, holds at its end.
@@ -133,6 +159,14 @@ class Footprint:
     def longest_request(self, num_pages: int) -> int:
         """Most tokens, prompt and output, of a request that holds `num_pages` pages."""
         return num_pages * self.page_size + 2 - self.max_window
+
+
+def human(size: int) -> str:
+    """Show a size in the largest binary unit that it fills, such as "1.5 GiB"."""
+    power = min(4, max(0, size.bit_length() - 1) // 10)
+    if power == 0:
+        return f"{size} B"
+    return f"{size / 1024**power:.1f} {'KMGT'[power - 1]}iB"
 
 
 def mtp_layer(spec: Architecture) -> LayerSpec:

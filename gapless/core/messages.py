@@ -16,6 +16,9 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int
+    """Prompt tokens that the prefix cache had, so that they were not computed again; of several
+    completions, those of the first."""
 
     @property
     def total_tokens(self) -> int:
@@ -96,6 +99,8 @@ class Update:
     error: str | None = None
     counters: DecodeCounters | None = None
     """What decoding and speculation did for the continuation; with its last update."""
+    cached_tokens: int = 0
+    """Prompt tokens that the prefix cache spared the continuation; with its last update."""
     logprobs: tuple[TokenLogprob, ...] | None = None
     """One per token of `token_ids`; None where they were not asked for."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()

@@ -16,6 +16,17 @@ LogprobRow = Sequence[float]
 
 
 @dataclass(frozen=True)
+class Snapshot:
+    """A row of the state pool that is to hold a sequence's state at one position.
+
+    Recurrent state, convolution tail and last hidden state are all those of `position`.
+    """
+
+    position: int
+    row: int
+
+
+@dataclass(frozen=True)
 class PrefillSegment:
     """Tokens `[start, end)` of one request, run in this step's prefill chunk.
 
@@ -32,6 +43,33 @@ class PrefillSegment:
     end: int
     is_last: bool
     """Whether `end` is the request's newest token, so that the step samples the next one."""
+    resumed_row: int | None = None
+    """The snapshot that the segment starts from, which is then the first of a request that found
+    its prefix cached; None: the slot's own state."""
+    snapshots: tuple[Snapshot, ...] = ()
+    """States to store on the way, `start < position <= end`, ascending."""
+    is_first: bool = True
+    """Whether the request was admitted with this segment; tokens before `start` were cached."""
+
+
+@dataclass(frozen=True)
+class SlotSave:
+    """What a slot holds at `position`, stored in a row: its own, or another.
+
+    The position is one that the slot can still give: from its checkpoint to its committed length.
+    """
+
+    slot: int
+    position: int
+    row: int
+
+
+@dataclass(frozen=True)
+class PageCopy:
+    """A page copied whole, in every layer: the new owner overwrites what it does not share."""
+
+    source: int
+    target: int
 
 
 @dataclass(frozen=True)
@@ -52,10 +90,22 @@ class PageEntry:
 
 
 @dataclass(frozen=True)
-class StepPlan:
-    """One step: at most one prefill chunk, then at most one decode step.
+class Transfer:
+    """A cached key between the device's pools and the host's: pages in pairs, and its snapshot."""
 
-    A request whose last segment is in `prefill` may also be a row of `decode`.
+    device_pages: tuple[int, ...]
+    host_pages: tuple[int, ...]
+    device_row: int | None = None
+    host_row: int | None = None
+    """Both rows or neither."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: saves, loads, page copies, at most one prefill chunk, at most one decode step.
+
+    A request whose last segment is in `prefill` may also be a row of `decode`. Rows and pages that
+    one part gives up may belong to another owner in the next: the order is the ownership.
     """
 
     step_id: int
@@ -64,6 +114,16 @@ class StepPlan:
     page_entries: tuple[PageEntry, ...]
     max_seq_len: int
     """Upper bound of `seq_lens` over the decode rows when the decode step starts."""
+    saves: tuple[SlotSave, ...] = ()
+    loads: tuple[Transfer, ...] = ()
+    """From the host."""
+    stores: tuple[Transfer, ...] = ()
+    """To the host, begun after saves and loads and running beside this step and later ones; their
+    pages and rows stay as they are until `StepResult.num_stored` says that they have arrived."""
+    awaits_stores: bool = False
+    """Whether the result is to wait for all stores under way: they lock what a request needs."""
+    page_copies: tuple[PageCopy, ...] = ()
+    """Read all, then write all."""
 
     @property
     def sampled(self) -> tuple[PrefillSegment, ...]:
@@ -83,6 +143,8 @@ class StepResult:
     """[len(plan.decode)] int32; 0 for a row that was done when the step started."""
     decode_proposed: np.ndarray
     """[len(plan.decode)] int32: drafts that the row's window held."""
+    num_stored: int = 0
+    """Transfers to the host that have arrived since the start, in the order of the plans."""
     prefill_logprobs: np.ndarray | None = None
     """[len(plan.sampled), 1 + 2n] float64, a row per first token, where a request wants it: the
     token's log-probability, ids of the n most likely tokens, their log-probabilities."""

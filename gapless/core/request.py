@@ -49,6 +49,8 @@ class Request:
     wants_prompt_logprobs: bool = False
     """Whether prefill returns the log-probability of each prompt token after the first, and of
     `params.prompt_logprobs` most likely ones beside it."""
+    message_end: int | None = None
+    """Prompt tokens before the generation prompt of a chat: where its next turn may branch off."""
 
     token_ids: list[int] = field(default_factory=list)
     status: Status = Status.WAITING
@@ -63,10 +65,17 @@ class Request:
     checkpoint_len: int = 0
     """The device's checkpoint length after the last step that was read."""
     counters: DecodeCounters = field(default_factory=DecodeCounters)
+    cached_len: int = 0
+    """Prompt tokens that the prefix cache spared the request when it was first admitted."""
 
     def __post_init__(self) -> None:
         if not self.token_ids:
             self.token_ids = list(self.prompt_ids)
+
+    @property
+    def has_private_prefix(self) -> bool:
+        """Whether every token must be run, so that nothing cached can stand for it."""
+        return self.wants_prompt_logprobs
 
     @property
     def num_output(self) -> int:

@@ -12,7 +12,7 @@ from gapless.core.request import FinishReason, Request
 from gapless.core.sampling_params import MAX_STOP_IDS, SamplingParams
 from gapless.engine.load import load
 from gapless.engine.loop import EngineLoop
-from gapless.errors import ContextTooLong, InvalidRequest
+from gapless.errors import ContextTooLong, InvalidRequest, QueueFull
 from gapless.scheduler.scheduler import Scheduler, SchedulerLimits
 from gapless.text.chat import ChatTemplate
 from gapless.text.detokenizer import Detokenizer
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gapless.config.hf import GenerationDefaults
     from gapless.config.options import EngineOptions
     from gapless.config.resolve import Config
+    from gapless.core.counters import CacheCounters
     from gapless.core.plan import Delta, LogprobRow
 
 logger = logging.getLogger(__name__)
@@ -70,8 +71,18 @@ class Engine:
         """Whether a step would do anything."""
         return self._loop.has_work or bool(self._refused)
 
+    @property
+    def cache_counters(self) -> CacheCounters:
+        """What the prefix cache did since the start."""
+        return self.scheduler.cache_counters
+
+    def flush_cache(self) -> int:
+        """Forget all prefixes that no request is using; return how many tokens they had."""
+        return self.scheduler.flush_cache()
+
     def close(self) -> None:
         """End the worker processes, if there are any; nothing can run afterwards."""
+        logger.debug("prefix cache: %s", self.cache_counters)
         self._close()
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
@@ -103,13 +114,34 @@ class Engine:
             )
         self._stop_ids(params)
 
-    def submit(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+    def has_room(self, params: SamplingParams) -> bool:
+        """Whether the queue takes a request with these parameters; an empty one takes any."""
+        waiting = self.scheduler.num_waiting
+        return waiting == 0 or waiting + params.n <= self.config.max_queued_requests
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        message_end: int | None = None,
+    ) -> None:
         """Queue `params.n` continuations of a prompt.
 
+        `message_end` is that of `EncodedPrompt`: a state is kept there for the chat's next turn.
+
         Raises:
+            QueueFull: see `has_room`; nothing was queued.
             RequestError: as `check`; nothing was queued.
         """
         self.check(prompt_ids, params)
+        if not self.has_room(params):
+            raise QueueFull(
+                f"{self.scheduler.num_waiting} requests wait, {params.n} more are sent, and "
+                f"{self.config.max_queued_requests} may wait; send it again later, or raise "
+                "max_queued_requests"
+            )
         if any(live.request_id == request_id for live in self._live.values()):
             raise InvalidRequest(f"request id {request_id!r} is in use; choose another")
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
@@ -125,6 +157,7 @@ class Engine:
                 limit_len=len(prompt_ids) + wanted,
                 # those of the others would be the same
                 wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0,
+                message_end=message_end,
             )
             detokenizer = Detokenizer(
                 self.tokenizer,
@@ -195,6 +228,7 @@ class Engine:
             stop_reason=ended_by,
             error=delta.error,
             counters=None if reason is None else request.counters,
+            cached_tokens=0 if reason is None else request.cached_len,
             logprobs=_logprobs(request, tokens, delta),
             prompt_logprobs=_prompt_logprobs(delta),
         )
@@ -250,10 +284,16 @@ def _limits(config: Config) -> SchedulerLimits:
         max_model_len=config.max_model_len,
         num_pages=config.num_pages,
         page_size=config.page_size,
-        num_state_rows=config.max_running_requests,
+        num_state_rows=config.num_state_rows,
         chunked_prefill_size=config.chunked_prefill_size,
         max_window=config.max_window,
         replay_len=config.replay_len,
+        uses_prefix_cache=config.uses_prefix_cache,
+        needs_snapshots=config.row_bytes > 0,
+        page_bytes=config.page_bytes,
+        row_bytes=config.row_bytes,
+        num_host_pages=config.num_host_pages,
+        num_host_rows=config.num_host_rows,
     )
 
 

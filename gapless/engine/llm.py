@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from tqdm import tqdm
 
 from gapless.config.options import EngineOptions
-from gapless.core.counters import DecodeCounters
+from gapless.core.counters import CacheCounters, DecodeCounters
 from gapless.core.messages import Completion, GenerationResult, TokenLogprob, Update, Usage
 from gapless.core.sampling_params import SamplingParams
 from gapless.engine.engine import Engine
 from gapless.errors import InvalidRequest, RequestError
+from gapless.text.chat import EncodedPrompt
 
 Message = Mapping[str, object]
-Prompt = str | Sequence[int] | Sequence[Message]
-"""Text, token ids, or the messages of a chat."""
+Prompt = str | Sequence[int] | Sequence[Message] | EncodedPrompt
+"""Text, token ids, the messages of a chat, or what `LLM.prepare` made of one of these."""
 
 
 class LLM:
@@ -67,23 +69,9 @@ class LLM:
         is_single = _is_prompt(prompts)
         batch = [cast("Prompt", prompts)] if is_single else list(cast("Sequence[Prompt]", prompts))
         params = self._params_of(sampling_params, len(batch))
-        encoded = [self.encode(prompt) for prompt in batch]
-        for ids, own in zip(encoded, params, strict=True):
-            self._engine.check(ids, own)
-        request_ids = [self._next_id() for _ in batch]
-        try:
-            for request_id, ids, own in zip(request_ids, encoded, params, strict=True):
-                self._submit(request_id, ids, own)
-            counts = [own.n for own in params]
-            updates = self._collect(request_ids, counts, shows_progress=shows_progress)
-        finally:
-            for request_id in request_ids:
-                self.abort(request_id)
-                self._inboxes.pop(request_id, None)
-        results = [
-            _result(request_id, tuple(ids), updates[request_id], own)
-            for request_id, ids, own in zip(request_ids, encoded, params, strict=True)
-        ]
+        jobs = self._jobs(batch, params)
+        updates = self._run(jobs, shows_progress=shows_progress)
+        results = [_result(job, updates[job.request_id]) for job in jobs]
         return results[0] if is_single else results
 
     def stream(
@@ -98,11 +86,12 @@ class LLM:
         The request starts at once. Leaving the iteration early aborts it.
 
         Raises:
+            QueueFull: as many requests wait as may.
             RequestError: the prompt or its parameters cannot be served.
         """
         params = sampling_params or self._engine.default_params
         own_id = request_id if request_id is not None else self._next_id()
-        self._submit(own_id, self.encode(prompt), params)
+        self._submit(_Job(own_id, self.prepare(prompt), params))
         following = self._follow(own_id, params.n)
         # a generator that has not begun would not see its end, and leave the request running
         next(following)
@@ -122,33 +111,45 @@ class LLM:
         The first token has none, so a list is one shorter than its prompt.
         """
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        request_ids = [self._next_id() for _ in prompts]
-        for request_id, prompt in zip(request_ids, prompts, strict=True):
-            ids = self.encode(prompt)
-            self._inboxes[request_id] = deque()
-            self._engine.submit(request_id, ids, params)
-        updates = self._collect(request_ids, [1] * len(prompts), shows_progress=False)
-        for request_id in request_ids:
-            self._inboxes.pop(request_id)
+        jobs = self._jobs(prompts, [params] * len(prompts))
+        updates = self._run(jobs, shows_progress=False)
         return [
-            [entry.logprob for update in updates[request_id] for entry in update.prompt_logprobs]
-            for request_id in request_ids
+            [e.logprob for update in updates[job.request_id] for e in update.prompt_logprobs]
+            for job in jobs
         ]
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; chat messages go through the model's chat template.
 
         Raises:
-            InvalidRequest: it is none of the three kinds, or the template refuses it.
+            InvalidRequest: it is none of the kinds, or the template refuses it.
         """
+        return list(self.prepare(prompt).token_ids)
+
+    def prepare(self, prompt: Prompt) -> EncodedPrompt:
+        """Encode a prompt once, to be used as one: `encode`, and where a chat's messages end.
+
+        Raises:
+            InvalidRequest: as `encode`.
+        """
+        if isinstance(prompt, EncodedPrompt):
+            return prompt
         tokenizer = self._engine.tokenizer
         if isinstance(prompt, str):
-            return tokenizer.encode(prompt, add_special_tokens=True)
+            return EncodedPrompt(tokenizer.encode(prompt, add_special_tokens=True))
         items = list(prompt)
         if items and all(isinstance(item, Mapping) for item in items):
-            text = self._engine.chat_template.render(cast("list[Message]", items))
-            return tokenizer.encode(text, add_special_tokens=False)
-        return cast("list[int]", items)
+            return self._engine.chat_template.encode(tokenizer, cast("list[Message]", items))
+        return EncodedPrompt(cast("list[int]", items))
+
+    def flush_cache(self) -> int:
+        """Forget all prefixes that no request is using; return how many tokens they had."""
+        return self._engine.flush_cache()
+
+    @property
+    def cache_counters(self) -> CacheCounters:
+        """What the prefix cache did since the start."""
+        return self._engine.cache_counters
 
     def _params_of(
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
@@ -167,9 +168,23 @@ class LLM:
         self._num_requests += 1
         return f"request-{self._num_requests}"
 
-    def _submit(self, request_id: str, ids: Sequence[int], params: SamplingParams) -> None:
-        self._engine.submit(request_id, ids, params)
-        self._inboxes[request_id] = deque()
+    def _jobs(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[_Job]:
+        """Encode and check all prompts, so that none starts if one cannot be served."""
+        prepared = [self.prepare(prompt) for prompt in prompts]
+        for prompt, own in zip(prepared, params, strict=True):
+            self._engine.check(prompt.token_ids, own)
+        return [
+            _Job(self._next_id(), prompt, own) for prompt, own in zip(prepared, params, strict=True)
+        ]
+
+    def _submit(self, job: _Job) -> None:
+        self._engine.submit(
+            job.request_id,
+            job.prompt.token_ids,
+            job.params,
+            message_end=job.prompt.message_end,
+        )
+        self._inboxes[job.request_id] = deque()
 
     def _deliver(self, updates: Sequence[Update]) -> None:
         for update in updates:
@@ -193,15 +208,26 @@ class LLM:
             self._engine.abort(request_id)
             self._inboxes.pop(request_id, None)
 
-    def _collect(
-        self, request_ids: Sequence[str], counts: Sequence[int], *, shows_progress: bool
-    ) -> dict[str, list[Update]]:
-        """Step until every request has ended."""
-        found: dict[str, list[Update]] = {request_id: [] for request_id in request_ids}
-        num_open = dict(zip(request_ids, counts, strict=True))
-        with tqdm(total=len(request_ids), disable=not shows_progress, unit="req") as bar:
-            num_tokens = 0
-            while num_open:
+    def _run(self, jobs: Sequence[_Job], *, shows_progress: bool) -> dict[str, list[Update]]:
+        """Submit in order, as the queue has room, and step until all have ended."""
+        try:
+            return self._collect(jobs, shows_progress=shows_progress)
+        finally:
+            for job in jobs:
+                self.abort(job.request_id)
+                self._inboxes.pop(job.request_id, None)
+
+    def _collect(self, jobs: Sequence[_Job], *, shows_progress: bool) -> dict[str, list[Update]]:
+        found: dict[str, list[Update]] = {job.request_id: [] for job in jobs}
+        num_open: dict[str, int] = {}
+        pending = deque(jobs)
+        num_tokens = 0
+        with tqdm(total=len(jobs), disable=not shows_progress, unit="req") as bar:
+            while pending or num_open:
+                while pending and self._engine.has_room(pending[0].params):
+                    job = pending.popleft()
+                    self._submit(job)
+                    num_open[job.request_id] = job.params.n
                 self._deliver(self._engine.step())
                 for request_id in list(num_open):
                     inbox = self._inboxes[request_id]
@@ -217,23 +243,34 @@ class LLM:
         return found
 
 
+@dataclass(frozen=True)
+class _Job:
+    """A prompt on its way into the engine."""
+
+    request_id: str
+    prompt: EncodedPrompt
+    params: SamplingParams
+
+
 def _is_prompt(prompts: Any) -> bool:
-    """Whether it is one prompt: text, or a list of token ids or of messages."""
-    if isinstance(prompts, str):
+    """Whether it is one prompt: text, encoded, or a list of token ids or of messages."""
+    if isinstance(prompts, (str, EncodedPrompt)):
         return True
     return len(prompts) > 0 and isinstance(prompts[0], (int, Mapping))
 
 
-def _result(
-    request_id: str, prompt_ids: tuple[int, ...], updates: Sequence[Update], params: SamplingParams
-) -> GenerationResult:
-    completions = []
+def _result(job: _Job, updates: Sequence[Update]) -> GenerationResult:
+    params, prompt_ids = job.params, tuple(job.prompt.token_ids)
+    completions: list[Completion] = []
+    cached_tokens = 0
     for index in range(params.n):
         own = [update for update in updates if update.index == index]
         last = own[-1]
         if last.error is not None:
             raise RequestError(last.error)
         assert last.finish_reason is not None, "collected up to the last update"
+        if index == 0:
+            cached_tokens = last.cached_tokens
         completions.append(
             Completion(
                 index=index,
@@ -245,12 +282,12 @@ def _result(
                 logprobs=_joined(update.logprobs for update in own),
             )
         )
-    usage = Usage(len(prompt_ids), sum(len(c.token_ids) for c in completions))
+    usage = Usage(len(prompt_ids), sum(len(c.token_ids) for c in completions), cached_tokens)
     prompt_logprobs = None
     if params.prompt_logprobs is not None:
         entries = (entry for update in updates for entry in update.prompt_logprobs)
         prompt_logprobs = (None, *entries)
-    return GenerationResult(request_id, prompt_ids, tuple(completions), usage, prompt_logprobs)
+    return GenerationResult(job.request_id, prompt_ids, tuple(completions), usage, prompt_logprobs)
 
 
 def _joined(

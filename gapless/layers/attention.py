@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from gapless.core.parallel import attention_of_rank
 from gapless.layers.linear import Linear, PartialLinear
-from gapless.ops.norm import rms_norm
-from gapless.ops.rope import apply_rotary
+from gapless.ops.qk_norm_rope import qk_norm_rope
 
 if TYPE_CHECKING:
     from gapless.core.architecture import AttentionSpec
@@ -55,27 +53,25 @@ class Attention:
         self._q_norm = place.acc_weight(spec.head_dim)
         self._k_norm = place.acc_weight(spec.head_dim)
         self._qk_norm = place.acc_weight(spec.num_heads + spec.num_kv_heads, spec.head_dim)
-        self._unit = torch.ones(spec.head_dim, dtype=place.acc_dtype, device=place.device)
 
     def __call__(
         self, x: Tensor, rotary: Tensor, memory: LayerMemory, batch: AttentionBatch
     ) -> Tensor:
         """Attend `[T, D]` to `[T, D]`, writing this forward's keys and values into the pages."""
         assert isinstance(memory, Tensor), "an attention layer's memory is a KV pool"
-        spec, tokens = self._spec, x.shape[0]
+        spec = self._spec
         projected = self._in_proj(x)
         gate_size = self._q_size if spec.has_output_gate else 0
-        gate, qk, v = projected.split(
-            [gate_size, self._q_size + self._kv_size, self._kv_size], dim=-1
+        gate, qkv = projected.split([gate_size, self._q_size + 2 * self._kv_size], dim=-1)
+        q = qk_norm_rope(
+            qkv,
+            rotary,
+            memory,
+            batch.kv_write,
+            norm_weight=self._qk_norm if spec.has_qk_norm else None,
+            eps=self._eps,
         )
-        qk = qk.reshape(tokens, -1, spec.head_dim)
-        if spec.has_qk_norm:
-            qk = (rms_norm(qk, self._unit, self._eps) * self._qk_norm).to(x.dtype)
-        qk = apply_rotary(qk, rotary)
-        q, k = qk.split([spec.num_heads, spec.num_kv_heads], dim=1)
-        memory.select(1, 0).index_copy_(0, batch.kv_write, k)
-        memory.select(1, 1).index_copy_(0, batch.kv_write, v.view(k.shape))
-        out = batch.attention.run(q, memory, spec.head_dim**-0.5).reshape(tokens, -1)
+        out = batch.attention.run(q, memory, spec.head_dim**-0.5).flatten(1)
         if spec.has_output_gate:
             out = out * gate.sigmoid()
         return self._communicator.all_reduce(self._out_proj(out))

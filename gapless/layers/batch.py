@@ -41,16 +41,17 @@ class PrefillBatch(AttentionBatch):
     """Tokens of a prefill chunk, T in all, segments in a row."""
 
     chunks: ChunkIndices
-    conv_prefix: Tensor  # [S]: ring entries before each segment's start, then the zero entry
-    conv_write: Tensor  # [T]: the null slot's ring for tokens that leave the ring at once
+    conv_prefix: Tensor  # [S]: entries of the inputs before each segment, then the zero entry
     conv_taps: Tensor  # [width, T], rows of the chunk's own inputs followed by `conv_prefix`
+    conv_keep: Tensor  # [N], such rows that outlive the chunk: in a slot's ring, in a tail
+    conv_write: Tensor  # [N]: their entries
 
 
 @dataclass(frozen=True)
 class LinearMemory:
-    """One linear layer's state: convolution ring, checkpoints and replay ring."""
+    """One linear layer's state: convolution inputs, checkpoints and replay ring."""
 
-    conv_ring: Tensor  # [entries, C]
+    conv_ring: Tensor  # [entries, C]: the slots' rings, a zero entry, the state rows' tails
     replay: ReplayMemory
 
 

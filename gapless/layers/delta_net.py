@@ -132,7 +132,7 @@ class GatedDeltaNet:
             source = ring
         else:
             source = torch.cat((mixed, ring.index_select(0, batch.conv_prefix)))
-            ring.index_copy_(0, batch.conv_write, mixed)
+            ring.index_copy_(0, batch.conv_write, source.index_select(0, batch.conv_keep))
         return causal_conv(source, batch.conv_taps, self._conv, None, activation="silu")
 
     def targets(self, prefix: str) -> dict[str, Target]:

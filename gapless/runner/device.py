@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gapless.attention.backend import AttentionBackend, make_backend
-from gapless.runner.pools import make_geometry, make_memory, make_mtp_memory
+from gapless.runner.pools import Pools, make_geometry, make_pools
 from gapless.runner.slot_table import SlotTable
 from gapless.speculative.mtp import MtpDrafter
 from gapless.speculative.ngram import NgramDrafter
@@ -32,7 +32,7 @@ class Device:
 
     model: Decoder
     geometry: Geometry
-    memory: Sequence[LayerMemory]
+    pools: Pools
     table: SlotTable
     backend: AttentionBackend
     num_page_columns: int
@@ -41,6 +41,27 @@ class Device:
     window_offsets: Tensor  # 0 .. W_max, so that no step makes them
     simulated_acceptance: float | None
     """Mean tokens per step to pretend, for benchmarks on made-up weights."""
+
+    @property
+    def memory(self) -> Sequence[LayerMemory]:
+        """Each layer's part of the pools."""
+        return self.pools.layers
+
+    def page_blocks(self) -> list[Tensor]:
+        """KV by page: [n, pages, ...] of each stacked pool."""
+        return [pool.unflatten(1, (-1, self.geometry.page_size)) for pool in self.pools.kv]
+
+    def row_blocks(self) -> list[Tensor]:
+        """All that a snapshot holds, by row: [n, rows, ...], rows of nulls and zeros among them."""
+        geometry, blocks = self.geometry, []
+        for memory in self.pools.linear:
+            tails = memory.conv_ring[:, geometry.conv_tail(0).start :]
+            blocks.append(memory.replay.checkpoint)
+            if geometry.conv_width > 1:
+                blocks.append(tails.unflatten(1, (-1, geometry.conv_width - 1)))
+        if self.drafter is not None:
+            blocks += [rows[None] for rows in self.drafter.row_memory]
+        return blocks
 
     def forced_drafts(self, positions: Tensor) -> Tensor | None:  # [B] -> [B]
         """Drafts to keep at some positions so that their mean is as asked; None without a wish."""
@@ -64,11 +85,16 @@ def make_device(model: Decoder, mtp: MtpHead | None, config: Config, place: Plac
     ssm_dtype: torch.dtype = vars(torch)[config.ssm_dtype]
     vocab_size = model.architecture.vocab_size
     table = SlotTable(geometry, num_page_columns, vocab_size, place.device)
+    pools = make_pools(
+        model.architecture, geometry, place, ssm_dtype, has_mtp=config.drafter == "mtp"
+    )
     backend = make_backend(
-        "reference",
+        "auto",
         page_size=config.page_size,
         max_len=num_page_columns * config.page_size,
         device=config.device,
+        head_dims={spec.head_dim for spec in model.architecture.attention_layers},
+        dtype=config.dtype,
     )
     drafter: Drafter | None = None
     if config.drafter == "mtp":
@@ -76,11 +102,11 @@ def make_device(model: Decoder, mtp: MtpHead | None, config: Config, place: Plac
         drafter = MtpDrafter(
             model,
             mtp,
-            make_mtp_memory(model.architecture, geometry, place),
+            pools.mtp_layers,
             backend=backend,
             page_table=table.columns.page_table,
-            page_size=config.page_size,
-            num_drafts=config.max_window - 1,
+            geometry=geometry,
+            place=place,
         )
     elif config.drafter == "ngram":
         drafter = NgramDrafter(
@@ -92,7 +118,7 @@ def make_device(model: Decoder, mtp: MtpHead | None, config: Config, place: Plac
     return Device(
         model=model,
         geometry=geometry,
-        memory=make_memory(model.architecture, geometry, place, ssm_dtype),
+        pools=pools,
         table=table,
         backend=backend,
         num_page_columns=num_page_columns,

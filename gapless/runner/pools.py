@@ -1,7 +1,12 @@
-"""Device memory of a model: KV pools, state rows and rings, allocated once."""
+"""Device memory of a model: KV pools, state rows and rings, allocated once.
+
+Layers whose memory has the same shape lie in one stacked pool, so that what happens to all of them
+is one call; each layer sees its own part.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +27,8 @@ from gapless.ops.linear_replay import ReplayMemory
 from gapless.ops.step_metadata import Geometry
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gapless.config.resolve import Config
     from gapless.layers.placement import Placement
 
@@ -38,7 +45,7 @@ def make_geometry(architecture: Architecture, config: Config) -> Geometry:
         num_slots=config.max_running_requests,
         num_pages=config.num_pages,
         page_size=config.page_size,
-        num_state_rows=config.max_running_requests,
+        num_state_rows=config.num_state_rows,
         replay_len=config.replay_len,
         ring_len=ring_capacity(config.replay_len, config.max_window),
         conv_width=width,
@@ -47,51 +54,96 @@ def make_geometry(architecture: Architecture, config: Config) -> Geometry:
     )
 
 
-def make_memory(
-    architecture: Architecture, geometry: Geometry, place: Placement, ssm_dtype: torch.dtype
-) -> list[LayerMemory]:
+@dataclass(frozen=True)
+class Pools:
+    """All memory that layers address by page, slot and state row."""
+
+    kv: tuple[Tensor, ...]
+    """[n, entries, 2, KVH, head_dim] each: n layers of one shape, the MTP layers among them."""
+    linear: tuple[LinearMemory, ...]
+    """The same for linear layers: every tensor has n in front."""
+    layers: tuple[LayerMemory, ...]
+    """Each layer's part."""
+    mtp_layers: tuple[Tensor, ...]
+    """Each MTP layer's part, addressed by the same pages."""
+
+
+def make_pools(
+    architecture: Architecture,
+    geometry: Geometry,
+    place: Placement,
+    ssm_dtype: torch.dtype,
+    *,
+    has_mtp: bool,
+) -> Pools:
     """Allocate every layer's memory on one rank; what is not a zero entry may hold anything."""
-    architecture = architecture_of_rank(architecture, place.world_size)
-    return [
-        _kv_pool(layer.mixer, geometry, place)
-        if isinstance(layer.mixer, AttentionSpec)
-        else _linear_memory(layer.mixer, geometry, place, ssm_dtype)
-        for layer in architecture.layers
-    ]
+    own = architecture_of_rank(architecture, place.world_size)
+    specs: list[AttentionSpec | LinearSpec] = [layer.mixer for layer in own.layers]
+    if has_mtp:
+        specs += [mtp_layer(own).mixer] * own.num_mtp_layers
+    by_shape: dict[tuple[int, ...], list[int]] = {}
+    for index, spec in enumerate(specs):
+        by_shape.setdefault(_shape(spec), []).append(index)
+    kv: list[Tensor] = []
+    linear: list[LinearMemory] = []
+    parts: dict[int, LayerMemory] = {}
+    for members in by_shape.values():
+        spec = specs[members[0]]
+        if isinstance(spec, AttentionSpec):
+            kv.append(_kv_pool(spec, geometry, place, len(members)))
+            parts |= dict(zip(members, kv[-1].unbind(), strict=True))
+        else:
+            linear.append(_linear_memory(spec, geometry, place, ssm_dtype, len(members)))
+            parts |= dict(zip(members, _layers_of(linear[-1]), strict=True))
+    num_layers = len(own.layers)
+    mtp_layers = [parts[index] for index in range(num_layers, len(specs))]
+    return Pools(
+        kv=tuple(kv),
+        linear=tuple(linear),
+        layers=tuple(parts[index] for index in range(num_layers)),
+        mtp_layers=tuple(pool for pool in mtp_layers if isinstance(pool, Tensor)),
+    )
 
 
-def make_mtp_memory(
-    architecture: Architecture, geometry: Geometry, place: Placement
-) -> list[LayerMemory]:
-    """Allocate the KV pools of the MTP layers, addressed by the same pages."""
-    mixer = mtp_layer(architecture_of_rank(architecture, place.world_size)).mixer
-    assert isinstance(mixer, AttentionSpec), "an MTP layer attends"
-    return [_kv_pool(mixer, geometry, place) for _ in range(architecture.num_mtp_layers)]
+def _shape(spec: AttentionSpec | LinearSpec) -> tuple[int, ...]:
+    if isinstance(spec, AttentionSpec):
+        return spec.num_kv_heads, spec.head_dim
+    return (
+        spec.num_key_heads, spec.key_dim, spec.num_value_heads, spec.value_dim, spec.decay_dim
+    )  # fmt: skip
 
 
-def _kv_pool(spec: AttentionSpec, geometry: Geometry, place: Placement) -> Tensor:
+def _kv_pool(spec: AttentionSpec, geometry: Geometry, place: Placement, count: int) -> Tensor:
     entries = (geometry.num_pages + 1) * geometry.page_size
-    return place.weight(entries, 2, spec.num_kv_heads, spec.head_dim)
+    return place.weight(count, entries, 2, spec.num_kv_heads, spec.head_dim)
 
 
 def _linear_memory(
-    spec: LinearSpec, geometry: Geometry, place: Placement, ssm_dtype: torch.dtype
+    spec: LinearSpec, geometry: Geometry, place: Placement, ssm_dtype: torch.dtype, count: int
 ) -> LinearMemory:
     heads, entries = spec.num_value_heads, geometry.ring_zero + 1
-    rows = geometry.zero_row + 1
+    state = (count, geometry.zero_row + 1, heads, spec.value_dim, spec.key_dim)
     memory = LinearMemory(
-        conv_ring=place.weight(geometry.conv_zero + 1, spec.conv_channels),
+        conv_ring=place.weight(count, geometry.num_conv_entries, spec.conv_channels),
         replay=ReplayMemory(
-            checkpoint=torch.empty(
-                rows, heads, spec.value_dim, spec.key_dim, dtype=ssm_dtype, device=place.device
-            ),
-            d_ring=place.acc_weight(entries, heads, spec.value_dim),
-            k_ring=place.weight(entries, spec.num_key_heads, spec.key_dim),
-            g_ring=place.acc_weight(entries, heads, spec.decay_dim),
+            checkpoint=torch.empty(state, dtype=ssm_dtype, device=place.device),
+            d_ring=place.acc_weight(count, entries, heads, spec.value_dim),
+            k_ring=place.weight(count, entries, spec.num_key_heads, spec.key_dim),
+            g_ring=place.acc_weight(count, entries, heads, spec.decay_dim),
         ),
     )
-    memory.conv_ring[geometry.conv_zero].zero_()
-    memory.replay.checkpoint[geometry.zero_row].zero_()
+    memory.conv_ring[:, geometry.conv_zero].zero_()
+    memory.replay.checkpoint[:, geometry.zero_row].zero_()
     for ring in (memory.replay.d_ring, memory.replay.k_ring, memory.replay.g_ring):
-        ring[geometry.ring_zero].zero_()
+        ring[:, geometry.ring_zero].zero_()
     return memory
+
+
+def _layers_of(stacked: LinearMemory) -> Sequence[LinearMemory]:
+    """Views of the layers of a stacked pool."""
+    replay = stacked.replay
+    parts = zip(
+        stacked.conv_ring, replay.checkpoint, replay.d_ring, replay.k_ring, replay.g_ring,
+        strict=True,
+    )  # fmt: skip
+    return [LinearMemory(conv, ReplayMemory(*state)) for conv, *state in parts]

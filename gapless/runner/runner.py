@@ -10,8 +10,10 @@ import torch
 
 from gapless.core.plan import PrefillSegment, StepPlan, StepResult
 from gapless.runner.decode import DecodeRunner
+from gapless.runner.host_tier import HostTier
 from gapless.runner.inputs import Download, Ticket
 from gapless.runner.prefill import PrefillRunner
+from gapless.runner.snapshots import Saver
 
 if TYPE_CHECKING:
     from gapless.config.resolve import Config
@@ -29,6 +31,7 @@ class StepHandle:
     _window: int
     _prefill_logprobs: PrefillLogprobs | None
     _decode_logprobs: LogprobTicket | None
+    _tier: HostTier | None
 
     def wait(self) -> StepResult:
         """Block until the step's tokens are on the host."""
@@ -41,10 +44,16 @@ class StepHandle:
             decode_tokens=emitted[:, 2:].astype(np.int32),
             decode_lens=emitted[:, 0].astype(np.int32),
             decode_proposed=emitted[:, 1].astype(np.int32),
+            num_stored=self._num_stored(),
             prefill_logprobs=self._first_logprobs(),
             decode_logprobs=self._window_logprobs(),
             prompt_logprobs=self._prompt_logprobs(),
         )
+
+    def _num_stored(self) -> int:
+        if self._tier is None:
+            return 0
+        return self._tier.num_arrived(waits=self._plan.awaits_stores)
 
     def _first_logprobs(self) -> np.ndarray | None:
         found = self._prefill_logprobs.sampled if self._prefill_logprobs is not None else None
@@ -89,16 +98,26 @@ class Runner:
         results = torch.zeros(self._num_emitted + segments, dtype=torch.int64, device=device.device)
         emitted = results[: self._num_emitted].view(rows, 2 + self._window)
         self._decode = DecodeRunner(device, config, emitted)
+        self._saver = Saver(device)
         self._prefill = PrefillRunner(device, config, results[self._num_emitted :])
+        self._tier = HostTier(device, config) if config.num_host_pages else None
         self._results = Download(results)
 
     def run(self, plan: StepPlan) -> StepHandle:
-        """Launch a step: its prefill chunk, then its decode step."""
+        """Launch a step, its parts in the order that `StepPlan` gives."""
         with torch.inference_mode():
+            if plan.saves:
+                self._saver.save(plan.saves)
+            if self._tier is not None:
+                self._tier.run(plan)
+            if plan.page_copies:
+                self._saver.copy_pages(plan.page_copies)
             prefill = self._prefill.run(plan.prefill) if plan.prefill else None
             decode = self._decode.run(plan) if plan.decode else None
             tokens = self._results.fetch(self._num_emitted + len(plan.sampled))
-        return StepHandle(plan, tokens, self._num_emitted, self._window, prefill, decode)
+        return StepHandle(
+            plan, tokens, self._num_emitted, self._window, prefill, decode, self._tier
+        )
 
     def forget_graphs(self) -> None:
         """Destroy the captured steps; those that run again are captured again."""

@@ -8,19 +8,22 @@ slots, pages and rows change owner in compute-stream order.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gapless.cache.manager import CacheManager
+from gapless.cache.manager import Admission, CacheLimits, CacheManager
 from gapless.cache.rows import IdPool
-from gapless.core.counters import DecodeCounters
+from gapless.core.counters import CacheCounters, DecodeCounters, WaitReason
 from gapless.core.plan import (
     DecodeRow,
     Delta,
     LogprobRow,
+    PageCopy,
     PageEntry,
     PrefillSegment,
+    SlotSave,
     StepPlan,
     StepResult,
 )
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     import numpy as np
+
+logger = logging.getLogger(__name__)
 
 # launched steps whose results are unread when the next one is planned; reservation, snapshots
 # and readmission are derived for this value
@@ -58,18 +63,33 @@ class SchedulerLimits:
     """Most tokens that a decode step emits per row."""
     replay_len: int
     """L: checkpoints stand at its multiples."""
+    uses_prefix_cache: bool = True
+    needs_snapshots: bool = True
+    """Whether a cached prefix can be resumed at its snapshots only."""
+    page_bytes: int = 1
+    row_bytes: int = 1
+    """Bytes of a page and of a state row: what evicting them gives back."""
+    num_host_pages: int = 0
+    num_host_rows: int = 0
+    """Sizes of the host tier; without pages there is none."""
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        for name in (
+            "max_running_requests", "max_model_len", "num_pages", "page_size", "num_state_rows",
+            "chunked_prefill_size", "max_window", "replay_len",
+        ):  # fmt: skip
+            value = vars(self)[name]
             assert value >= 1, f"{name}={value}: want at least 1"
 
 
 def committed_len(request: Request) -> int:
     """Tokens whose KV and state are final, as far as the host has read.
 
-    For a request that decodes, or ended while it did. Its newest token is never committed; while
-    its first token is unread, all the launched ones are.
+    Of a request that decodes the newest token is never committed; while its first token is unread,
+    all the launched ones are.
     """
+    if request.status is Status.PREFILL:
+        return request.launched_len
     return max(request.launched_len, len(request.token_ids) - 1)
 
 
@@ -95,10 +115,18 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
         self._cache = CacheManager(
-            num_pages=limits.num_pages,
-            page_size=limits.page_size,
-            num_state_rows=limits.num_state_rows,
-            max_window=limits.max_window,
+            CacheLimits(
+                num_pages=limits.num_pages,
+                page_size=limits.page_size,
+                num_state_rows=limits.num_state_rows,
+                max_window=limits.max_window,
+                uses_prefix_cache=limits.uses_prefix_cache,
+                needs_snapshots=limits.needs_snapshots,
+                page_bytes=limits.page_bytes,
+                row_bytes=limits.row_bytes,
+                num_host_pages=limits.num_host_pages,
+                num_host_rows=limits.num_host_rows,
+            )
         )
         self._slots = IdPool(limits.max_running_requests)
         self._requests: dict[str, Request] = {}
@@ -106,10 +134,13 @@ class Scheduler:
         self._running: dict[Request, None] = {}
         self._waiting: deque[Request] = deque()
         self._unread: deque[StepPlan] = deque()
+        # for the next plan: what slots that were given up must save, what admissions copy
+        self._saves: list[SlotSave] = []
+        self._page_copies: list[PageCopy] = []
         self._prompt_logprobs = PromptLogprobs()
         self.counters = DecodeCounters()
         self._num_plans = 0
-        self._num_retractions = 0
+        self._wait_reason: WaitReason | None = None
 
     @property
     def has_work(self) -> bool:
@@ -127,9 +158,24 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def num_retractions(self) -> int:
-        """Times that a request was sent back to waiting since the start."""
-        return self._num_retractions
+    def cache_counters(self) -> CacheCounters:
+        """What the prefix cache and memory pressure did since the start."""
+        return self._cache.counters
+
+    @property
+    def num_cached_nodes(self) -> int:
+        """Nodes of the prefix cache's tree."""
+        return self._cache.num_nodes
+
+    @property
+    def num_stores_under_way(self) -> int:
+        """Copies to the host tier that have not been seen to arrive."""
+        return self._cache.num_stores_under_way
+
+    @property
+    def wait_reason(self) -> WaitReason | None:
+        """Why the first request in the queue was not admitted at the last step; None if it was."""
+        return self._wait_reason
 
     def submit(self, request: Request) -> Delta | None:
         """Queue a request; one that could never run ends at once with the delta returned."""
@@ -149,21 +195,32 @@ class Scheduler:
         assert len(self._unread) <= RUN_AHEAD, (
             f"{len(self._unread)} launched steps are unread, at most {RUN_AHEAD} may be"
         )
+        self._cache.begin_step()
         promised = self._promised_tokens()
         page_entries = self._grow_decode_rows(promised)
         prefill = tuple(self._cut_segments())
         promised.update(segment.request for segment in prefill if segment.is_last)
         rows = self._decode_requests(promised)
+        awaits_stores = False
         if not prefill and not rows:
-            assert self._unread or not self._requests, "requests wait, and nothing will wake them"
-            return None
+            if self._unread or not self._requests:
+                return None
+            awaits_stores = self._cache.num_stores_under_way > 0
+            assert awaits_stores, "requests wait, and nothing will wake them"
         plan = StepPlan(
             step_id=self._num_plans,
             prefill=prefill,
             decode=tuple(DecodeRow(request, request.slot) for request in rows),
             page_entries=page_entries,
             max_seq_len=max((self._largest_seq_len(request) for request in rows), default=0),
+            saves=tuple(self._saves),
+            loads=self._cache.take_loads(),
+            stores=self._cache.begin_stores(),
+            awaits_stores=awaits_stores,
+            page_copies=tuple(self._page_copies),
         )
+        self._saves.clear()
+        self._page_copies.clear()
         self._num_plans += 1
         self._unread.append(plan)
         for request in _named_requests(plan):
@@ -180,6 +237,7 @@ class Scheduler:
         self._unread.popleft()
         for request in _named_requests(plan):
             request.unread_steps -= 1
+        self._cache.end_stores(result.num_stored)
         self._prompt_logprobs.collect(plan, result)
         self._count(plan, result)
         emitted: dict[Request, list[int]] = {}
@@ -232,6 +290,17 @@ class Scheduler:
         """`finish` by id, at the client's wish; None if no such request is alive."""
         request = self._requests.get(request_id)
         return None if request is None else self.finish(request, FinishReason.ABORT)
+
+    def flush_cache(self) -> int:
+        """Forget cached prefixes that no running request builds on; returns tokens forgotten."""
+        return self._cache.flush()
+
+    def check_is_empty(self) -> None:
+        """Assert that all memory is free, once nothing runs and the cache is flushed. For tests."""
+        self.check_conserved()
+        assert self._slots.num_free == self._slots.size, "slots are held"
+        assert self._cache.num_free_pages == self._limits.num_pages, "pages are held"
+        assert self._cache.num_free_rows == self._limits.num_state_rows, "state rows are held"
 
     def check_conserved(self) -> None:
         """Assert that slots, pages, rows and unread steps add up. For tests."""
@@ -300,25 +369,32 @@ class Scheduler:
         return tuple(entries)
 
     def _grow(self, request: Request) -> list[PageEntry]:
-        while (entries := self._cache.grow(request, committed_len(request))) is None:
-            assert len(self._running) > 1, f"{request.request_id} does not fit alone"
+        while (entries := self._try_grow(request)) is None:
+            assert len(self._running) > 1 or self._cache.num_stores_under_way, (
+                f"{request.request_id} does not fit alone"
+            )
             newest = next(reversed(self._running))
             self._retract(newest)
             if newest is request:
                 return []
         return entries
 
+    def _try_grow(self, request: Request) -> list[PageEntry] | None:
+        is_alone = len(self._running) == 1
+        return self._cache.grow(request, committed_len(request), is_alone=is_alone)
+
     def _retract(self, request: Request) -> None:
         """Send a request back to the head of the queue with its tokens and nothing else."""
-        self._release(request)
+        self._release(request, committed_len(request))
         request.status = Status.WAITING
         request.launched_len = 0
         self._waiting.appendleft(request)
-        self._num_retractions += 1
+        self._cache.counters.num_retractions += 1
+        logger.info("%s goes back to the queue: too few pages are free", request.request_id)
 
     def _cut_segments(self) -> Iterator[PrefillSegment]:
         budget = self._limits.chunked_prefill_size
-        for request in self._prefilling():
+        for request, admission in self._prefilling():
             start, total_len = request.launched_len, len(request.token_ids)
             end = min(total_len, start + budget)
             request.launched_len = end
@@ -332,26 +408,51 @@ class Scheduler:
                 start=start,
                 end=end,
                 is_last=end == total_len,
+                resumed_row=admission.resumed_row if admission is not None else None,
+                snapshots=self._cache.take_snapshots(request, start, end),
+                is_first=admission is not None,
             )
             budget -= end - start
             if budget == 0:
                 return
 
-    def _prefilling(self) -> Iterator[Request]:
+    def _prefilling(self) -> Iterator[tuple[Request, Admission | None]]:
         """Requests with tokens to launch; the waiting ones are admitted as they are asked for."""
-        yield from [request for request in self._running if request.status is Status.PREFILL]
-        while self._waiting and self._admit(self._waiting[0]):
-            yield self._waiting.popleft()
+        for request in [r for r in self._running if r.status is Status.PREFILL]:
+            yield request, None
+        self._wait_reason = None
+        while self._waiting:
+            admitted = self._admit(self._waiting[0])
+            if isinstance(admitted, WaitReason):
+                self._note_wait(admitted)
+                return
+            request = self._waiting.popleft()
+            request.launched_len = admitted.cached_len
+            if admitted.page_copy is not None:
+                self._page_copies.append(admitted.page_copy)
+            yield request, admitted
 
-    def _admit(self, request: Request) -> bool:
-        if self._slots.num_free == 0 or not is_read(request) or not self._cache.admit(request):
-            return False
+    def _admit(self, request: Request) -> Admission | WaitReason:
+        if not is_read(request):
+            return WaitReason.UNREAD
+        if self._slots.num_free == 0:
+            return WaitReason.SLOTS
+        admitted = self._cache.admit(request, is_alone=not self._running)
+        if isinstance(admitted, WaitReason):
+            return admitted
         slot = self._slots.allocate()
         assert slot is not None, "a slot was free above"
         request.slot = slot
         request.status = Status.PREFILL
         self._running[request] = None
-        return True
+        return admitted
+
+    def _note_wait(self, reason: WaitReason) -> None:
+        waits = self._cache.counters.waits
+        if reason not in waits:
+            logger.info("%d requests wait: %s", len(self._waiting), reason)
+        waits[reason] = waits.get(reason, 0) + 1
+        self._wait_reason = reason
 
     def _largest_seq_len(self, request: Request) -> int:
         """Upper bound of the device's committed length when the planned step starts."""
@@ -383,14 +484,19 @@ class Scheduler:
         if request.status is Status.WAITING:
             self._waiting.remove(request)
         else:
-            self._release(request)
+            # what an error left is not to be trusted
+            kept = 0 if reason is FinishReason.ERROR else committed_len(request)
+            self._release(request, kept)
         del self._requests[request.request_id]
         request.status = Status.FINISHED
         request.finish_reason = reason
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: Request, kept_len: int) -> None:
+        """Take all back, and cache the first `kept_len` tokens with their state."""
         del self._running[request]
-        self._cache.release(request)
+        save = self._cache.release(request, kept_len)
+        if save is not None:
+            self._saves.append(save)
         self._slots.free(request.slot)
         request.slot = -1
 

@@ -29,8 +29,52 @@ class PromptChunk:
     token_ids: Tensor  # [T]
     next_ids: Tensor  # [T]: the token after each, sampled ones included
     hidden: Tensor  # [T, D]: the target's post-final-norm hidden states
-    shifted: AttentionBatch  # the same tokens one position later, over KV that begins at 1
     last_token: Tensor  # [S]: index of each sampled segment's last token
+    shifted: ShiftedChunk
+    past: PastTokens
+    kept: KeptTokens
+
+
+@dataclass(frozen=True)
+class ShiftedChunk:
+    """A prefill chunk one position later, T + E tokens, for KV of (hidden before, token).
+
+    The first position of each of the E resumed segments is among them: the hidden state before it
+    is the snapshot's, and what a cached page holds there belongs to another continuation.
+    """
+
+    batch: AttentionBatch  # over KV that begins at 1
+    order: Tensor  # [T + E]: which of the chunk's tokens stands before; T + e: the snapshot e
+    resumed_rows: Tensor  # [E]: state rows of the snapshots
+    resumed_ids: Tensor  # [E]: the tokens after them
+    last_token: Tensor  # [S]: index of each sampled segment's last token
+
+
+@dataclass(frozen=True)
+class PastTokens:
+    """N tokens before resumed segments; given where the drafter `reads_past`, else 0."""
+
+    slots: Tensor  # [N]
+    positions: Tensor  # [N]
+    token_ids: Tensor  # [N]
+
+
+@dataclass(frozen=True)
+class KeptTokens:
+    """Tokens of a chunk at which a later step may have to go on: hidden states to keep."""
+
+    ends: Tensor  # [G]: index of each segment's last token
+    snapshots: Tensor  # [N]: index of the token before each snapshot's position
+    rows: Tensor  # [N]: their state rows
+
+
+@dataclass(frozen=True)
+class SavedSlots:
+    """B positions of slots, each the last committed one that the host has read, and their rows."""
+
+    slots: Tensor  # [B]
+    positions: Tensor  # [B]
+    rows: Tensor  # [B]
 
 
 @dataclass(frozen=True)
@@ -67,6 +111,13 @@ class Drafter(Protocol):
     """Proposes up to `num_drafts` tokens per row and step, with device operations only."""
 
     num_drafts: int
+    reads_past: bool
+    """Whether it wants the cached tokens of a resumed request."""
+
+    @property
+    def row_memory(self) -> list[Tensor]:
+        """What a snapshot holds of the drafter, row by row: [rows, ...] each."""
+        ...
 
     def read_prompt(self, chunk: PromptChunk) -> Tensor:
         """Take in a prefill chunk; return what `draft` needs of its S sampled segments."""
@@ -78,4 +129,8 @@ class Drafter(Protocol):
 
     def draft(self, frontier: Frontier, carry: Tensor, sample: SampleAt) -> Drafts:
         """Propose; `carry` is what a read returned."""
+        ...
+
+    def save(self, saved: SavedSlots) -> None:
+        """Store in state rows what resuming at a position needs."""
         ...

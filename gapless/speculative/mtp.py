@@ -3,6 +3,9 @@
 Its KV at index p is a function of (hidden[p - 1], token[p]); index 0 does not exist. `read_window`
 is the *extend* stage: it fills the indices of a window, at every depth, since the hidden states are
 gone afterwards. `draft` goes on from there, feeding the layer its own hidden state.
+
+A request that resumes at position p needs hidden[p - 1] for index p, so snapshots carry it. Each
+slot's newest hidden states are in a ring by position.
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ if TYPE_CHECKING:
 
     from gapless.attention.backend import AttentionBackend
     from gapless.layers.batch import LayerMemory
+    from gapless.layers.placement import Placement
     from gapless.models.decoder import Decoder
     from gapless.models.mtp import MtpHead
-    from gapless.speculative.drafter import Frontier, Outcome, PromptChunk, SampleAt
+    from gapless.ops.step_metadata import Geometry
+    from gapless.speculative.drafter import Frontier, Outcome, PromptChunk, SampleAt, SavedSlots
 
 # the first index of the layer's KV that exists
 FIRST_INDEX = 1
@@ -32,6 +37,8 @@ FIRST_INDEX = 1
 
 class MtpDrafter:
     """Proposes a chain: the extend pass gives the first draft, each further pass one more."""
+
+    reads_past = False
 
     def __init__(
         self,
@@ -41,29 +48,50 @@ class MtpDrafter:
         *,
         backend: AttentionBackend,
         page_table: Tensor,
-        page_size: int,
-        num_drafts: int,
+        geometry: Geometry,
+        place: Placement,
     ) -> None:
-        self.num_drafts = num_drafts
+        """Args: memory: KV pools of the head's layers, addressed by `page_table`."""
+        self.num_drafts = geometry.max_window - 1
         self._trunk = trunk
         self._head = head
         self._memory = memory
         self._backend = backend
         self._page_table = page_table
-        self._page_size = page_size
+        self._page_size = geometry.page_size
+        self._ring_len = geometry.hidden_ring_len
+        size = trunk.architecture.hidden_size
+        self._hidden_ring = place.weight((geometry.num_slots + 1) * self._ring_len, size)
+        self._hidden_rows = place.weight(geometry.num_state_rows + 1, size)
+
+    @property
+    def row_memory(self) -> list[Tensor]:
+        """What a snapshot holds of it: hidden states [rows, D]."""
+        return [self._hidden_rows]
 
     def read_prompt(self, chunk: PromptChunk) -> Tensor:
         """Fill the chunk's KV; return the layer's hidden states [S, D] at the sampled tokens."""
+        shifted, kept = chunk.shifted, chunk.kept
+        resumed = self._hidden_rows.index_select(0, shifted.resumed_rows)
         hidden = self._head.forward(
-            self._trunk, chunk.next_ids, chunk.hidden, self._memory, chunk.shifted
+            self._trunk,
+            torch.cat((chunk.next_ids, shifted.resumed_ids)).index_select(0, shifted.order),
+            torch.cat((chunk.hidden, resumed)).index_select(0, shifted.order),
+            self._memory,
+            shifted.batch,
         )
-        return hidden.index_select(0, chunk.last_token)
+        slots, positions = (x.index_select(0, kept.ends) for x in (chunk.slots, chunk.positions))
+        self._keep(slots, positions, chunk.hidden.index_select(0, kept.ends))
+        before = chunk.hidden.index_select(0, kept.snapshots)
+        self._hidden_rows.index_copy_(0, kept.rows, before)
+        return hidden.index_select(0, shifted.last_token)
 
     def read_window(self, outcome: Outcome) -> Tensor:
         """Fill the window's KV; return the layer's hidden states [B, D] at the newest tokens."""
         rows, width = outcome.tokens.shape
         after = torch.arange(1, width + 1, device=outcome.tokens.device)
         positions = outcome.seq_lens[:, None] + after
+        self._keep(outcome.slots[:, None], positions - 1, outcome.hidden)
         batch = self._batch(outcome.slots, positions, outcome.kv_len)
         hidden = self._head.forward(
             self._trunk, outcome.tokens.reshape(-1), outcome.hidden, self._memory, batch
@@ -83,6 +111,17 @@ class MtpDrafter:
             drafts.append(sample(self._trunk.logits(hidden), position))
         counts = torch.full_like(frontier.seq_lens, self.num_drafts)
         return Drafts(torch.stack(drafts, dim=1), counts)
+
+    def save(self, saved: SavedSlots) -> None:
+        """Store the hidden states before the positions."""
+        entries = self._entries(saved.slots, saved.positions - 1)
+        self._hidden_rows.index_copy_(0, saved.rows, self._hidden_ring.index_select(0, entries))
+
+    def _keep(self, slots: Tensor, positions: Tensor, hidden: Tensor) -> None:
+        self._hidden_ring.index_copy_(0, self._entries(slots, positions), hidden)
+
+    def _entries(self, slots: Tensor, positions: Tensor) -> Tensor:
+        return (slots * self._ring_len + positions % self._ring_len).view(-1)
 
     def _batch(self, slots: Tensor, positions: Tensor, kv_len: int) -> AttentionBatch:
         return AttentionBatch(

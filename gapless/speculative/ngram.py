@@ -11,7 +11,7 @@ from gapless.speculative.drafter import Drafts
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gapless.speculative.drafter import Frontier, Outcome, PromptChunk, SampleAt
+    from gapless.speculative.drafter import Frontier, Outcome, PromptChunk, SampleAt, SavedSlots
 
 # longest run of newest tokens that is looked up
 LONGEST_MATCH = 3
@@ -23,6 +23,8 @@ class NgramDrafter:
     Longer matches are preferred. Keeps each slot's tokens on the device, by position.
     """
 
+    reads_past = True
+
     def __init__(
         self, *, num_slots: int, num_positions: int, num_drafts: int, device: torch.device
     ):
@@ -32,10 +34,17 @@ class NgramDrafter:
         self._tokens = torch.zeros(num_slots + 1, num_positions, dtype=torch.int64, device=device)
         self._position = torch.arange(num_positions, device=device)
 
+    @property
+    def row_memory(self) -> list[Tensor]:
+        """What a snapshot holds of it: nothing, the text is read again."""
+        return []
+
     def read_prompt(self, chunk: PromptChunk) -> Tensor:
         """Keep the chunk's tokens, and the first one sampled after it."""
         base = chunk.slots * self._num_positions + chunk.positions
+        past = chunk.past.slots * self._num_positions + chunk.past.positions
         flat = self._tokens.view(-1)
+        flat.index_copy_(0, past, chunk.past.token_ids)
         flat.index_copy_(0, base, chunk.token_ids)
         flat.index_copy_(0, base + 1, chunk.next_ids)
         return chunk.last_token
@@ -59,6 +68,9 @@ class NgramDrafter:
         drafts = tokens.gather(1, start.clamp(max=self._num_positions - 1))
         known = (frontier.seq_lens - found).clamp(max=self.num_drafts)
         return Drafts(drafts, known.masked_fill(found < 0, 0))
+
+    def save(self, saved: SavedSlots) -> None:
+        """Nothing: a resumed request brings its tokens along."""
 
     def _match_ends(self, frontier: Frontier) -> Tensor:
         """Position of the token before the proposals, [B]; -1 where nothing matches."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, NoReturn
 
@@ -36,6 +37,16 @@ _TEMPLATE_ERRORS = (
 )
 # older names of a message's reasoning; templates read the first, some the second
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt as the model reads it."""
+
+    token_ids: Sequence[int]
+    message_end: int | None = None
+    """Tokens of a chat's messages, without the generation prompt after them; None where it is not
+    known. The chat's next turn begins with these tokens, whatever becomes of the answer."""
 
 
 class ChatTemplate:
@@ -99,6 +110,29 @@ class ChatTemplate:
                 f"the model's chat template refused the messages: {error}; change the messages, "
                 "or send the prompt as text"
             ) from error
+
+    def encode(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        **kwargs: object,
+    ) -> EncodedPrompt:
+        """Return the token ids of `messages`; arguments and errors are those of `render`."""
+        text = self.render(messages, add_generation_prompt=add_generation_prompt, **kwargs)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if not add_generation_prompt:
+            return EncodedPrompt(ids)
+        try:
+            body = self.render(messages, add_generation_prompt=False, **kwargs)
+        except InvalidRequest:
+            # a template may insist on a generation prompt after the user's turn
+            return EncodedPrompt(ids)
+        body_ids = tokenizer.encode(body, add_special_tokens=False)
+        end = len(body_ids)
+        is_prefix = 0 < end < len(ids) and ids[:end] == body_ids
+        return EncodedPrompt(ids, end if is_prefix else None)
 
     def _choose(self, *, has_tools: bool) -> jinja2.Template:
         if has_tools and "tool_use" in self._templates:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gapless.cache.manager import CacheManager
+from gapless.cache.manager import Admission, CacheLimits, CacheManager
 from gapless.cache.pages import PagePool, largest_reserved_len, num_pages_for, reserved_len
 from gapless.cache.rows import IdPool
 from gapless.core.plan import PageEntry
@@ -27,8 +27,18 @@ def make_request(prompt_len: int, limit_len: int) -> Request:
 
 def make_manager(num_pages: int, num_state_rows: int = 2, max_window: int = 1) -> CacheManager:
     return CacheManager(
-        num_pages=num_pages, page_size=3, num_state_rows=num_state_rows, max_window=max_window
+        CacheLimits(
+            num_pages=num_pages,
+            page_size=3,
+            num_state_rows=num_state_rows,
+            max_window=max_window,
+            uses_prefix_cache=False,
+        )
     )
+
+
+def admit(manager: CacheManager, request: Request) -> bool:
+    return isinstance(manager.admit(request, is_alone=True), Admission)
 
 
 @pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (3, 1), (4, 2), (7, 3)])
@@ -94,6 +104,19 @@ def test_foreign_page_is_refused(page: int) -> None:
         pool.release([page])
 
 
+def test_a_shared_page_is_free_once_nobody_holds_it() -> None:
+    pool = PagePool(2)
+    pages = pool.allocate(1)
+    assert pages is not None
+    pool.share(pages)
+    pool.release(pages)
+    assert (pool.num_free, pool.num_holders(pages[0])) == (1, 1)
+    pool.release(pages)
+    assert pool.num_free == 2
+    with pytest.raises(AssertionError, match="held by nobody"):
+        pool.share(pages)
+
+
 def test_double_release_is_refused() -> None:
     pool = PagePool(3)
     pages = pool.allocate(2)
@@ -121,7 +144,7 @@ def test_wrong_ids_are_refused() -> None:
 
 def test_admit_gives_tokens_and_reservation() -> None:
     manager, request = make_manager(num_pages=4), make_request(prompt_len=5, limit_len=30)
-    assert manager.admit(request)
+    assert admit(manager, request)
     assert len(request.pages) == 3  # 5 tokens, 2 more positions
     assert request.state_row == 0
     manager.check_conserved([request])
@@ -131,7 +154,7 @@ def test_admit_gives_tokens_and_reservation() -> None:
 def test_admit_gives_nothing_if_it_cannot_give_all(num_pages: int, num_state_rows: int) -> None:
     manager = make_manager(num_pages, num_state_rows)
     request = make_request(prompt_len=5, limit_len=30)
-    assert not manager.admit(request)
+    assert not admit(manager, request)
     assert request.pages == []
     assert request.state_row == -1
     assert (manager.num_free_pages, manager.num_free_rows) == (num_pages, num_state_rows)
@@ -139,27 +162,27 @@ def test_admit_gives_nothing_if_it_cannot_give_all(num_pages: int, num_state_row
 
 def test_grow_names_the_entries_it_adds() -> None:
     manager, request = make_manager(num_pages=5), make_request(prompt_len=5, limit_len=30)
-    assert manager.admit(request)
+    assert admit(manager, request)
     request.slot = 7
-    assert manager.grow(request, 7) == []
-    entries = manager.grow(request, 8)
+    assert manager.grow(request, 7, is_alone=True) == []
+    entries = manager.grow(request, 8, is_alone=True)
     assert entries == [PageEntry(slot=7, index=3, page=request.pages[3])]
-    assert manager.grow(request, 20) is None
+    assert manager.grow(request, 20, is_alone=True) is None
     assert len(request.pages) == 4
 
 
 def test_release_returns_everything() -> None:
     manager, request = make_manager(num_pages=5), make_request(prompt_len=5, limit_len=30)
-    assert manager.admit(request)
-    manager.release(request)
+    assert admit(manager, request)
+    assert manager.release(request, 4) is None
     assert (request.pages, request.state_row) == ([], -1)
     assert (manager.num_free_pages, manager.num_free_rows) == (5, 2)
 
 
 def test_conservation_check_sees_a_loss_and_a_double_owner() -> None:
     manager, request = make_manager(num_pages=5), make_request(prompt_len=5, limit_len=30)
-    assert manager.admit(request)
-    with pytest.raises(AssertionError, match="lost"):
+    assert admit(manager, request)
+    with pytest.raises(AssertionError, match="holders"):
         manager.check_conserved([])
-    with pytest.raises(AssertionError, match="two owners"):
+    with pytest.raises(AssertionError, match="page 0 has 1 holders, want 2"):
         manager.check_conserved([request, request])

@@ -84,13 +84,13 @@ def test_history_is_what_later_turns_see(run: Run, monkeypatch: pytest.MonkeyPat
 
 def test_system_message(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    render = ChatTemplate.render
+    encode = ChatTemplate.encode
 
-    def record(template: ChatTemplate, messages: Any) -> str:
+    def record(template: ChatTemplate, tokenizer: Any, messages: Any) -> Any:
         seen.append(messages)
-        return render(template, messages)
+        return encode(template, tokenizer, messages)
 
-    monkeypatch.setattr(ChatTemplate, "render", record)
+    monkeypatch.setattr(ChatTemplate, "encode", record)
     lines = [QUESTION, "/system  Speak French. ", QUESTION, "/reset", QUESTION, "/system", QUESTION]
     done = chat(run, monkeypatch, lines, "--system", "Be brief.", "--max-tokens", "2")
     assert [prompt[0]["content"] for prompt in seen] == [

@@ -13,21 +13,20 @@ import transformers
 
 from gapless import EngineOptions
 from gapless.assets import demo_checkpoint
-from gapless.cache.manager import CacheManager
-from gapless.cli.inspect import Room, fit, human, parse_size
+from gapless.cache.manager import CacheLimits, CacheManager
+from gapless.cli.inspect import Room, fit, parse_size
 from gapless.config.hf import read_hf_config
 from gapless.config.resolve import Config, DeviceInfo, resolve
 from gapless.core.architecture import Architecture, LayerSpec, MlpSpec, MoeSpec
-from gapless.core.footprint import Footprint, num_active_parameters
+from gapless.core.footprint import Footprint, human, num_active_parameters
 from gapless.errors import ConfigError
 from gapless.layers.placement import Placement
 from gapless.models.mtp import MtpHead
 from gapless.models.registry import model_module, read_architecture
-from gapless.runner.pools import make_geometry, make_memory, make_mtp_memory
 from tests.models import tiny
+from tests.pool_bytes import num_bytes, pool_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
     from tests.cli.conftest import Run
@@ -64,26 +63,6 @@ def make_config(spec: Architecture, *, free: int = 2**30, **options: Any) -> Con
     )  # fmt: skip
 
 
-def pool_bytes(spec: Architecture, config: Config) -> int:
-    """Allocate the pools for a config and count them, without taking the memory."""
-    place = Placement(torch.device("meta"), vars(torch)[config.dtype])
-    geometry = make_geometry(spec, config)
-    memory = make_memory(spec, geometry, place, vars(torch)[config.ssm_dtype])
-    if config.drafter == "mtp":
-        memory += make_mtp_memory(spec, geometry, place)
-    return num_bytes(t for layer in memory for t in tensors(layer))
-
-
-def tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [t for part in vars(value).values() for t in tensors(part)]
-
-
-def num_bytes(found: Iterable[torch.Tensor]) -> int:
-    return sum(t.nbytes for t in found)
-
-
 def flags(options: dict[str, Any]) -> list[str]:
     return [
         word
@@ -106,16 +85,18 @@ def test_bytes_are_those_of_the_pools(
     config = make_config(spec, **options)
     for sizes in found:
         assert sizes["page_bytes"] == config.page_size * sizes["kv_bytes_per_token"]
-        for rows, pages in ((1, 1), (config.max_running_requests, 7)):
+        for running, snapshots, pages in ((1, 0, 1), (config.max_running_requests, 3, 7)):
             sized = replace(
                 config,
-                max_running_requests=rows,
+                max_running_requests=running,
+                num_state_rows=running + snapshots,
                 num_pages=pages,
                 max_window=1 + sizes["num_drafts"],
             )
             assert pool_bytes(spec, sized) == (
                 sizes["fixed_bytes"]
-                + rows * (sizes["state_bytes_per_request"] + sizes["ring_bytes_per_request"])
+                + (running + snapshots) * sizes["row_bytes"]
+                + running * sizes["ring_bytes_per_request"]
                 + pages * sizes["page_bytes"]
             )
 
@@ -158,10 +139,13 @@ def test_mtp_layers_count_when_they_draft(
     assert added == (0 if algorithm == "ngram" else num_bytes(layers.values()))
     assert plain["mtp_kv_bytes_per_token"] == 0
     drafter = "ngram" if algorithm == "ngram" else "mtp"
-    config = replace(make_config(spec, **options), max_window=3, num_pages=3, drafter=drafter)
+    config = replace(
+        make_config(spec, **options), max_window=3, num_pages=3, num_state_rows=7, drafter=drafter
+    )
     assert pool_bytes(spec, config) == (
         speculative["fixed_bytes"]
-        + 2 * (speculative["state_bytes_per_request"] + speculative["ring_bytes_per_request"])
+        + 7 * speculative["row_bytes"]
+        + 2 * speculative["ring_bytes_per_request"]
         + 3 * speculative["page_bytes"]
     )
 
@@ -180,7 +164,9 @@ def test_pages_of_a_request_are_those_the_scheduler_needs(
     tmp_path: Path, window: int, limit_len: int
 ) -> None:
     footprint = make_footprint(describe(write_config("qwen3_5", tmp_path)), max_window=window)
-    manager = CacheManager(num_pages=1, page_size=3, num_state_rows=1, max_window=window)
+    manager = CacheManager(
+        CacheLimits(num_pages=1, page_size=3, num_state_rows=1, max_window=window)
+    )
     pages = manager.num_pages_at_limit(limit_len)
     assert footprint.num_pages(limit_len) == pages
     longest = footprint.longest_request(pages)
@@ -204,7 +190,7 @@ def test_what_fits_fits_and_no_more(
     def total(requests: int, length: int) -> int:
         rows = requests if max_running is None else max_running
         pages = requests * footprint.num_pages(length)
-        sized = replace(config, max_running_requests=rows, num_pages=pages)
+        sized = replace(config, max_running_requests=rows, num_state_rows=rows, num_pages=pages)
         return footprint.weight_bytes + pool_bytes(spec, sized)
 
     assert list(found.requests) == [5000, 4096]
@@ -227,34 +213,46 @@ def test_too_little_memory_fits_nothing(run: Run) -> None:
         assert sizes["largest_context"] == 0
 
 
-def test_largest_context_is_what_the_engine_chooses(run: Run, tmp_path: Path) -> None:
+def test_largest_context_is_the_most_that_an_engine_accepts(run: Run, tmp_path: Path) -> None:
     spec = describe(write_config("qwen3_5", tmp_path))
-    options = {"max_running_requests": 2, "mem_fraction": 0.75}
+    options = {"max_running_requests": 1, "mem_fraction": 0.75}
     footprint = make_footprint(spec, dtype="float32", page_size=16, replay_len=16)
     # not for the model's 512 tokens
-    wanted = footprint.weight_bytes + footprint.pool_bytes(num_requests=2, num_pages=20)
+    wanted = footprint.weight_bytes + footprint.pool_bytes(num_requests=1, num_pages=20)
     memory = int(wanted / 0.75) + 2
     done = run("inspect", str(tmp_path), "--json", "--memory", str(memory), *flags(options))
     (largest, _) = (sizes["largest_context"] for sizes in json.loads(done.out)["sizes"])
-    config = make_config(spec, free=memory, **options)
+    config = make_config(spec, free=memory, disable_prefix_cache=True, **options)
     assert config.max_model_len == largest == 321
+    make_config(spec, free=memory, max_model_len=largest, **options)
+    with pytest.raises(ConfigError, match="one request of 322 tokens needs"):
+        make_config(spec, free=memory, max_model_len=largest + 1, **options)
 
 
-@pytest.mark.parametrize("free", [1_000_000, 1_300_000, 5_000_000])
+@pytest.mark.parametrize("free", [600_000, 1_300_000, 5_000_000])
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_tied", "qwen3"])
-def test_the_engine_fills_its_budget_exactly(tmp_path: Path, name: str, free: int) -> None:
+def test_the_engine_is_given_what_is_shown(run: Run, tmp_path: Path, name: str, free: int) -> None:
     spec = describe(write_config(name, tmp_path))
-    footprint = make_footprint(spec, dtype="float32", page_size=16, replay_len=16)
-    try:
-        config = make_config(spec, free=free, mem_fraction=1.0, max_running_requests=4)
-    except ConfigError:
-        rows = footprint.pool_bytes(num_requests=4, num_pages=1)
-        assert footprint.weight_bytes + rows > free
+    options = {"mem_fraction": 1.0, "max_running_requests": 4}
+    shown = ("inspect", str(tmp_path), "--memory", str(free), "--num-drafts", "0", *flags(options))
+    engine = json.loads(run(*shown, "--json").out)["sizes"][0]["engine"]
+    text = run(*shown).out
+    if "refused" in engine:
+        with pytest.raises(ConfigError) as refused:
+            make_config(spec, free=free, **options)
+        assert engine == {"refused": str(refused.value)}
+        assert f"An engine refuses: {refused.value}" in text
         return
-    total = footprint.weight_bytes + pool_bytes(spec, config)
-    assert total <= free
-    useful = 4 * footprint.num_pages(spec.max_position)
-    assert config.num_pages == useful or total + footprint.page_bytes > free
+    config = make_config(spec, free=free, **options)
+    assert engine["max_running_requests"] == config.max_running_requests
+    assert engine["num_pages"] == config.num_pages
+    assert engine["num_snapshots"] + config.max_running_requests == config.num_state_rows
+    sizes = engine["bytes"]
+    assert sum(sizes.values()) == free
+    assert free - sizes["free"] - sizes["weights"] == pool_bytes(spec, config)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert f"free {human(sizes['free'])}" in lines
+    assert f"running rows {human(sizes['running rows'])} ({config.max_running_requests})" in lines
 
 
 def test_active_parameters_leave_out_idle_experts(tmp_path: Path) -> None:

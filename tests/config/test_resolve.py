@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -68,8 +69,8 @@ def test_every_automatic_choice_is_logged(caplog: pytest.LogCaptureFixture) -> N
         config = _resolve()
     logged = caplog.text
     for name in ("dtype", "max_model_len", "max_running_requests", "mem_fraction", "page_size",
-                 "chunked_prefill_size", "linear_replayssm_cache_len", "num_pages", "num_threads",
-                 "ssm_dtype"):  # fmt: skip
+                 "chunked_prefill_size", "linear_replayssm_cache_len", "num_threads", "ssm_dtype",
+                 "max_queued_requests", "snapshot_fraction"):  # fmt: skip
         assert f"{name} = " in logged
     caplog.clear()
     with caplog.at_level(logging.INFO):
@@ -82,12 +83,12 @@ def test_every_automatic_choice_is_logged(caplog: pytest.LogCaptureFixture) -> N
 def test_config_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
         _resolve().page_size = 3  # type: ignore[misc]
-    assert len(fields(Config)) <= 17
+    assert len(fields(Config)) <= 24
 
 
 @pytest.mark.parametrize("name", [
-    "max_model_len", "max_running_requests", "chunked_prefill_size", "page_size",
-    "linear_replayssm_cache_len", "num_threads",
+    "max_model_len", "max_running_requests", "max_queued_requests", "chunked_prefill_size",
+    "page_size", "linear_replayssm_cache_len", "num_threads",
 ])  # fmt: skip
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "4"])
 def test_integers_out_of_range(name: str, value: Any) -> None:
@@ -101,9 +102,16 @@ def test_mem_fraction_out_of_range(value: Any) -> None:
         _resolve(mem_fraction=value)
 
 
+@pytest.mark.parametrize("value", [0, -0.1, 1, 1.1, float("nan"), "half"])
+def test_snapshot_fraction_out_of_range(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"snapshot_fraction=.*above 0 and below 1"):
+        _resolve(snapshot_fraction=value)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"disable_prefix_cache": "no"}, "disable_prefix_cache='no': want True or False"),
         ({"dtype": "int8"}, "want one of auto, float32, bfloat16, float64"),
         ({"device": "tpu"}, "want one of auto, cpu, cuda"),
         ({"load_format": "pickle"}, "want one of safetensors, dummy"),
@@ -127,6 +135,8 @@ def test_refused_with_remedy(options: dict[str, Any], message: str) -> None:
         (DENSE, CPU, {"linear_replayssm_cache_len": 16}),
         (LINEAR_ONLY, CPU, {"page_size": 16}),
         (HYBRID, GPU, {"num_threads": 2}),
+        (HYBRID, CPU, {"snapshot_fraction": 0.5, "disable_prefix_cache": True}),
+        (DENSE, CPU, {"snapshot_fraction": 0.5}),
     ],
 )
 def test_option_without_effect_is_refused(
@@ -141,35 +151,115 @@ def test_float64_is_for_the_cpu() -> None:
         _resolve(on=GPU, dtype="float64")
 
 
-def test_pool_is_bounded_by_use_and_by_memory(caplog: pytest.LogCaptureFixture) -> None:
-    assert _resolve(max_running_requests=2).num_pages == 2 * 63
-    page_bytes = 16 * ATTENTION.kv_bytes_per_token("float32")
-    small = DeviceInfo("cpu", _fixed_bytes(2) + 40 * page_bytes, 1)
+# 63 pages hold a request of 1000 tokens
+NUM_FULL = 63
+
+
+@pytest.mark.parametrize(
+    ("options", "num_pages", "num_rows"),
+    [({}, 2 * 2 * NUM_FULL, 2 + 16 * 2), ({"disable_prefix_cache": True}, 2 * NUM_FULL, 2)],
+)
+def test_pools_are_bounded_by_use(options: dict[str, Any], num_pages: int, num_rows: int) -> None:
+    config = _resolve(max_running_requests=2, **options)
+    assert (config.num_pages, config.num_state_rows) == (num_pages, num_rows)
+    assert config.uses_prefix_cache is not options.get("disable_prefix_cache", False)
+
+
+def test_models_without_linear_layers_keep_no_snapshots() -> None:
+    config = _resolve(DENSE, max_running_requests=2)
+    assert (config.num_state_rows, config.row_bytes) == (2, 0)
+    assert config.uses_prefix_cache
+    assert config.num_pages == 2 * 2 * NUM_FULL
+    # but the MTP layer needs a hidden state
+    drafting = _resolve(replace(DENSE, num_mtp_layers=1), has_mtp=True, max_running_requests=2)
+    assert (drafting.num_state_rows, drafting.row_bytes) == (2 + 16 * 2, 64 * 4)
+
+
+def test_models_without_attention_take_no_memory_for_pages() -> None:
+    config = _resolve(LINEAR_ONLY, max_running_requests=2)
+    assert (config.page_bytes, config.num_pages) == (0, 2 * 2 * NUM_FULL)
+    assert config.num_state_rows == 2 + 16 * 2
+
+
+def test_pool_is_bounded_by_memory(caplog: pytest.LogCaptureFixture) -> None:
+    small = _memory(num_requests=2, num_pages=40)
+    options = {"max_running_requests": 2, "mem_fraction": 1.0, "disable_prefix_cache": True}
     with caplog.at_level(logging.WARNING):
-        config = _resolve(on=small, max_running_requests=2, mem_fraction=1.0)
-    assert config.num_pages == 40
+        config = _resolve(on=small, **options)
+    assert (config.num_pages, config.max_running_requests) == (40, 2)
     # the last token of a request needs no KV
     assert config.max_model_len == 641
     assert "max_model_len = 641 instead of 1000" in caplog.text
 
 
+@pytest.mark.parametrize("asked", [{}, {"max_running_requests": 50}])
+def test_fewer_requests_run_where_all_would_leave_no_room(
+    caplog: pytest.LogCaptureFixture, asked: dict[str, int]
+) -> None:
+    small = _memory(num_requests=5, num_pages=NUM_FULL)
+    with caplog.at_level(logging.WARNING):
+        config = _resolve(on=small, mem_fraction=1.0, max_model_len=1000, **asked)
+    assert (config.max_running_requests, config.num_pages) == (5, NUM_FULL)
+    assert config.buckets[-1] == 5
+    wanted = asked.get("max_running_requests", 64)
+    warning = f"max_running_requests = 5 instead of {wanted}: each takes "
+    assert warning in caplog.text
+    assert "raise mem_fraction" in caplog.text
+    # a request more is one too many
+    more = _resolve(
+        on=_memory(num_requests=6, num_pages=NUM_FULL), mem_fraction=1.0, max_model_len=1000
+    )
+    assert more.max_running_requests == 6
+
+
+def test_the_prefix_cache_is_off_without_a_snapshot(caplog: pytest.LogCaptureFixture) -> None:
+    options = {"mem_fraction": 1.0, "max_model_len": 1000, "max_running_requests": 2}
+    small = _memory(num_requests=2, num_pages=NUM_FULL)
+    with caplog.at_level(logging.WARNING):
+        config = _resolve(on=small, **options)
+    assert not config.uses_prefix_cache
+    assert config.num_state_rows == 2
+    assert "the prefix cache is off: one state snapshot takes " in caplog.text
+    with pytest.raises(ConfigError, match=r"snapshot_fraction=0\.5 gives no snapshot: one state"):
+        _resolve(on=small, snapshot_fraction=0.5, **options)
+    # what was switched off on purpose is no reason to warn
+    caplog.clear()
+    _resolve(on=small, disable_prefix_cache=True, **options)
+    assert not caplog.records
+
+
+def test_memory_is_shown_as_a_table(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        _resolve(max_running_requests=2)
+    lines = [line.partition("memory: ")[2] for line in caplog.messages if "memory: " in line]
+    assert [line[:13].rstrip() for line in lines] == [
+        "weights", "pages", "running rows", "snapshot rows", "rings", "fixed", "free"
+    ]  # fmt: skip
+    assert lines[1].endswith("(252 x 16 tokens)")
+    assert lines[3].endswith("(32)")
+    assert re.search(r" [\d.]+ [KM]iB$", lines[0])
+
+
 def test_what_does_not_fit_says_so_before_loading() -> None:
-    tiny = DeviceInfo("cpu", _fixed_bytes(2) + 2**14, 1)
-    with pytest.raises(ConfigError, match="raise mem_fraction, or lower"):
+    tiny = _memory(num_requests=1, num_pages=NUM_FULL - 1)
+    message = r"one request of 1000 tokens needs .*for weights.*raise mem_fraction, or lower max_mo"
+    with pytest.raises(ConfigError, match=message):
         _resolve(on=tiny, max_running_requests=2, mem_fraction=1.0, max_model_len=1000)
-    with pytest.raises(ConfigError, match="needs"):
+    with pytest.raises(ConfigError, match=r"needs .* the budget is 500 B; raise mem_fraction, or"):
         _resolve(on=DeviceInfo("cpu", 1000, 1))
 
 
 def test_larger_fraction_gives_more_pages() -> None:
-    device = DeviceInfo("cpu", _fixed_bytes(64) * 4, 1)
-    low, high = _resolve(on=device, mem_fraction=0.5), _resolve(on=device, mem_fraction=0.9)
+    device = _memory(num_requests=64, num_pages=500)
+    low, high = _resolve(on=device, mem_fraction=0.7), _resolve(on=device, mem_fraction=0.9)
     assert low.num_pages < high.num_pages
 
 
-def _fixed_bytes(max_running: int) -> int:
+def _memory(*, num_requests: int, num_pages: int) -> DeviceInfo:
+    """A CPU with memory for HYBRID, so many running requests and pages, and no more."""
     footprint = resolve_footprint(EngineOptions(), HYBRID, None, CPU)
-    return footprint.weight_bytes + footprint.pool_bytes(num_requests=max_running, num_pages=0)
+    pools = footprint.pool_bytes(num_requests=num_requests, num_pages=num_pages)
+    return DeviceInfo("cpu", footprint.weight_bytes + pools, 1)
 
 
 @pytest.mark.parametrize("max_running", [1, 2, 3, 4, 5, 8, 9, 33, 64])

@@ -103,7 +103,7 @@ def test_forced_retraction(make_llm: MakeLLM, expected: list[tuple[int, ...]], p
 
     llm.engine.scheduler.schedule = retracting  # type: ignore[method-assign, assignment]
     assert _tokens(llm, _prompts(), _params()) == expected
-    assert scheduler.num_retractions > 10
+    assert scheduler.cache_counters.num_retractions > 10
 
 
 def test_too_few_pages_for_all(make_llm: MakeLLM, expected: list[tuple[int, ...]]) -> None:
@@ -112,7 +112,7 @@ def test_too_few_pages_for_all(make_llm: MakeLLM, expected: list[tuple[int, ...]
     taken = pool.allocate(pool.num_free - 40)
     assert taken is not None
     assert _tokens(llm, _prompts(), _params()) == expected
-    assert llm.engine.scheduler.num_retractions > 0
+    assert llm.engine.scheduler.cache_counters.num_retractions > 0
 
 
 def test_samples_of_one_prompt_differ_and_repeat(make_llm: MakeLLM) -> None:

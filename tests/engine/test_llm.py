@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from gapless import LLM, InvalidRequest, SamplingParams
+from gapless import LLM, EngineOptions, InvalidRequest, QueueFull, SamplingParams
 from gapless.config.hf import GenerationDefaults
 from gapless.core.request import FinishReason
-from gapless.engine.engine import _default_params
+from gapless.engine.engine import Engine, _default_params
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from gapless.core.messages import Update
+    from gapless.core.plan import Delta
+    from gapless.core.request import Request
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60)
@@ -48,6 +53,39 @@ def test_kinds_of_prompts_mean_the_same(llm: LLM) -> None:
     results = llm.generate([QUESTION, ids, text], GREEDY)
     assert len({result.token_ids for result in results}) == 1
     assert llm.generate([]) == []
+    prepared = llm.prepare(QUESTION)
+    assert llm.prepare(prepared) is prepared
+    assert llm.encode(prepared) == ids
+    assert llm.generate(prepared, GREEDY).token_ids == results[0].token_ids
+    assert llm.generate([prepared], GREEDY)[0].prompt_token_ids == tuple(ids)
+
+
+def test_a_chat_s_messages_end_before_the_generation_prompt(llm: LLM) -> None:
+    prepared = llm.prepare(QUESTION)
+    assert prepared.message_end is not None
+    tail = prepared.token_ids[prepared.message_end :]
+    assert llm.engine.tokenizer.decode(tail, skip_special_tokens=False) == "<|im_start|>assistant\n"
+    # whatever the answer, the next turn begins with the same tokens
+    chat = [*QUESTION, {"role": "assistant", "content": "!"}, {"role": "user", "content": "?"}]
+    shared = prepared.token_ids[: prepared.message_end]
+    assert llm.encode(chat)[: prepared.message_end] == shared
+    for prompt in ("text", [5, 6], llm.encode(QUESTION)):
+        assert llm.prepare(prompt).message_end is None
+
+
+def test_requests_know_where_their_messages_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, found = llm.engine.scheduler, []
+    submit = scheduler.submit
+
+    def record(request: Request) -> Delta | None:
+        found.append(request.message_end)
+        return submit(request)
+
+    monkeypatch.setattr(scheduler, "submit", record)
+    llm.generate([QUESTION, "text"], _greedy(n=2, max_tokens=1))
+    list(llm.stream(QUESTION, _greedy(max_tokens=1)))
+    end = llm.prepare(QUESTION).message_end
+    assert found == [end, end, None, None, end]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7])
@@ -113,6 +151,112 @@ def test_n_completions_share_a_prompt(llm: LLM) -> None:
     assert [c.index for c in result.completions] == [0, 1, 2]
     assert len({c.token_ids for c in result.completions}) == 3
     assert result.usage.completion_tokens == sum(len(c.token_ids) for c in result.completions)
+
+
+def test_usage_says_what_was_cached(llm: LLM) -> None:
+    llm.flush_cache()
+    text = "A prompt that is longer than a page of sixteen tokens, and so can be found again. " * 2
+    params = _greedy(n=2, max_tokens=4)
+    cold, warm = llm.generate(text, params), llm.generate(text, params)
+    assert cold.usage.cached_tokens == 0
+    assert 16 <= warm.usage.cached_tokens < warm.usage.prompt_tokens
+    assert cold.token_ids == warm.token_ids
+    before = llm.cache_counters.num_cached_tokens
+    stream = list(llm.stream(text, params))
+    (first,) = [u for u in stream if u.finish_reason is not None and u.index == 0]
+    assert first.cached_tokens == warm.usage.cached_tokens
+    assert all(u.cached_tokens == 0 for u in stream if u.finish_reason is None)
+    assert llm.cache_counters.num_cached_tokens > before
+    # what was flushed is not there, and what runs goes on
+    assert llm.flush_cache() >= 16
+    assert llm.flush_cache() == 0
+    assert llm.generate(text, params).usage.cached_tokens == 0
+
+
+def test_without_prefix_cache_nothing_is_kept() -> None:
+    llm = LLM(max_running_requests=2, max_model_len=128, disable_prefix_cache=True)
+    results = [llm.generate(QUESTION, _greedy(max_tokens=3)) for _ in range(2)]
+    assert [r.usage.cached_tokens for r in results] == [0, 0]
+    assert llm.flush_cache() == 0
+    assert llm.engine.config.num_state_rows == 2
+
+
+@pytest.fixture(scope="module")
+def narrow() -> LLM:
+    """Three requests may wait, and one runs."""
+    return LLM(max_running_requests=1, max_model_len=128, max_queued_requests=3)
+
+
+def test_a_full_queue_refuses(narrow: LLM) -> None:
+    engine = narrow.engine
+    params = _greedy(max_tokens=2)
+    engine.submit("a", [5, 6, 7], _greedy(max_tokens=2, n=2))
+    engine.submit("b", [5, 6, 7], params)
+    assert not engine.has_room(params)
+    message = "3 requests wait, 1 more are sent, and 3 may wait; send it again later"
+    with pytest.raises(QueueFull, match=message):
+        engine.submit("c", [5, 6, 7], params)
+    with pytest.raises(QueueFull):
+        narrow.stream([5, 6, 7], params)
+    ended = {u.request_id for u in _drain(engine) if u.finish_reason is not None}
+    assert ended == {"a", "b"}
+    # refused ids are free, and an empty queue takes more continuations than may wait
+    engine.submit("c", [5, 6, 7], _greedy(max_tokens=2, n=5))
+    assert sum(u.finish_reason is not None for u in _drain(engine)) == 5
+    assert not engine.scheduler.num_waiting
+
+
+def _drain(engine: Engine) -> list[Update]:
+    updates = []
+    while engine.has_work:
+        updates += engine.step()
+    return updates
+
+
+def test_batches_are_fed_in_order_as_the_queue_has_room(
+    narrow: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, submit = narrow.engine.scheduler, narrow.engine.scheduler.submit
+    order, waiting = [], []
+
+    def record(request: Request) -> Delta | None:
+        refused = submit(request)
+        order.append(request.prompt_ids)
+        waiting.append(scheduler.num_waiting)
+        return refused
+
+    monkeypatch.setattr(scheduler, "submit", record)
+    prompts = [[5, 6, 7 + i] for i in range(10)]
+    params = [_greedy(max_tokens=1 + i % 3, n=1 + 4 * (i == 5)) for i in range(10)]
+    results = narrow.generate(prompts, params)
+    assert [len(r.completions) for r in results] == [p.n for p in params]
+    assert [len(r.token_ids) for r in results] == [p.max_tokens for p in params]
+    assert list(dict.fromkeys(order)) == [tuple(p) for p in prompts]
+    assert max(waiting) == 5  # of the one with 5 continuations, alone
+    assert sorted(waiting)[-2] <= 4
+    scores = narrow.score(prompts)
+    assert [len(s) for s in scores] == [2] * 10
+    # all are checked before the first starts
+    count = len(order)
+    with pytest.raises(InvalidRequest, match="token id 4096"):
+        narrow.generate([*prompts, [4096]], GREEDY)
+    with pytest.raises(InvalidRequest, match="token id 4096"):
+        narrow.score([*prompts, [4096]])
+    assert len(order) == count
+
+
+def test_batches_wait_for_a_queue_that_streams_have_filled(narrow: LLM) -> None:
+    streams = [narrow.stream([5, 6], _greedy(max_tokens=3, ignore_eos=True)) for _ in range(3)]
+    assert len(narrow.generate([[7, 8]] * 5, _greedy(max_tokens=2))) == 5
+    for stream in streams:
+        assert sum(len(u.token_ids) for u in stream) == 3
+
+
+def test_closing_tells_what_the_cache_did(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(EngineOptions(max_running_requests=1, max_model_len=64))
+    with caplog.at_level(logging.DEBUG, logger="gapless"):
+        engine.close()
+    assert f"prefix cache: {engine.cache_counters}" in caplog.text
 
 
 def test_streams_side_by_side_join_to_the_whole(llm: LLM) -> None:

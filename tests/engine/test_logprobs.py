@@ -176,7 +176,7 @@ def test_forced_retraction(make_llm: MakeLLM, oracle: Oracle, options: dict[str,
     scheduler.schedule = retracting  # type: ignore[method-assign, assignment]
     for result, params in zip(llm.generate(_prompts(), PARAMS), PARAMS, strict=True):
         oracle.check_logprobs(result, params, 1e-9)
-    assert scheduler.num_retractions > 10
+    assert scheduler.cache_counters.num_retractions > 10
 
 
 def test_asking_changes_no_token(make_llm: MakeLLM) -> None:

@@ -114,7 +114,7 @@ def test_after_forced_retraction(
 ) -> None:
     llm = _retracting(make_llm(chunked_prefill_size=16, **options), period)
     _check(_run(llm), oracle)
-    assert llm.engine.scheduler.num_retractions > 10
+    assert llm.engine.scheduler.cache_counters.num_retractions > 10
 
 
 def test_parameters_matter(make_llm: MakeLLM) -> None:

@@ -73,7 +73,7 @@ def retract_often(llm: LLM) -> Callable[[], int]:
         return schedule()
 
     scheduler.schedule = retracting  # type: ignore[method-assign]
-    return lambda: scheduler.num_retractions
+    return lambda: scheduler.cache_counters.num_retractions
 
 
 def split_in_threads(llm: LLM, checkpoint: Path, world_size: int, **options: Any) -> ThreadRunners:

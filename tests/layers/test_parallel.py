@@ -35,7 +35,7 @@ from gapless.models import loader
 from gapless.models.loader import dummy_weights, load_weights
 from gapless.models.mtp import MtpHead
 from gapless.models.registry import model_module, read_architecture
-from gapless.runner.pools import make_geometry, make_memory, make_mtp_memory
+from gapless.runner.pools import make_geometry, make_pools
 from tests.ranks import (
     CONFIGS,
     ThreadRunners,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gapless.engine.load import Recipe
-    from gapless.layers.batch import LayerMemory, LinearMemory
+    from gapless.layers.batch import LinearMemory
     from gapless.runner.runner import Runner
     from tests.ranks import CheckpointOf
 
@@ -327,23 +327,26 @@ def test_bytes_are_those_of_a_rank(
     model = model_module(spec.model_type).build(spec, place, num_positions=1)
     targets = model.targets(())
     geometry = make_geometry(spec, config)
-    memory = make_memory(spec, geometry, place, torch.float32)
+    pools = make_pools(spec, geometry, place, torch.float32, has_mtp=has_mtp)
+    num_bytes = sum(pool.nbytes for pool in pools.kv)
+    num_bytes += sum(t.nbytes for stacked in pools.linear for t in tensors(stacked))
     if has_mtp:
         targets |= MtpHead(spec, place).targets(())
-        memory += make_mtp_memory(spec, geometry, place)
+        # the drafter's own: hidden states by slot and position, and by state row
+        vectors = (geometry.num_slots + 1) * geometry.hidden_ring_len + geometry.num_state_rows + 1
+        num_bytes += vectors * spec.hidden_size * 4
     targets.pop("lm_head.weight", None)
     weights = sum((t.tensor if isinstance(t, Shard) else t).nbytes for t in targets.values())
     if model._copies_embedding or not spec.ties_embeddings:
         weights += model._head.nbytes
     assert footprint.weight_bytes == weights
-    assert footprint.pool_bytes(num_requests=config.max_running_requests, num_pages=7) == sum(
-        tensor.nbytes for layer in memory for tensor in tensors(layer)
+    num_snapshots = config.num_state_rows - config.max_running_requests
+    assert num_bytes == footprint.pool_bytes(
+        num_requests=config.max_running_requests, num_pages=7, num_snapshots=num_snapshots
     )
 
 
-def tensors(memory: LayerMemory) -> list[Tensor]:
-    if isinstance(memory, Tensor):
-        return [memory]
+def tensors(memory: LinearMemory) -> list[Tensor]:
     return [memory.conv_ring, *vars(memory.replay).values()]
 
 

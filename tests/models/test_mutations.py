@@ -16,6 +16,7 @@ from gapless.layers import attention, delta_net, moe
 from gapless.layers.norm import RmsNorm
 from gapless.ops import moe as moe_ops
 from gapless.ops.norm import rms_norm
+from gapless.ops.qk_norm_rope import reference as qk_norm_rope
 from tests.models.comparison import Case, assert_served_right, token_ids
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def _tiny_l2norm_eps(patch: Patch) -> None:
 
 def _interleaved_rotary(patch: Patch) -> None:
     """Pair channels 2 i and 2 i + 1 instead of i and i + rotary_dim / 2."""
-    honest = attention.apply_rotary
+    honest = qk_norm_rope.apply_rotary
 
     def apply(x: Tensor, rows: Tensor) -> Tensor:
         size = rows.shape[1]
@@ -91,7 +92,7 @@ def _interleaved_rotary(patch: Patch) -> None:
         out = honest(turned, rows)
         return torch.cat([out[..., order.argsort()], out[..., size:]], -1)
 
-    patch.setattr(attention, "apply_rotary", apply)
+    patch.setattr(qk_norm_rope, "apply_rotary", apply)
 
 
 def _gates_behind_all_queries(patch: Patch) -> None:

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gapless.core.architecture import Recurrence
-from gapless.ops.linear_chunk import ChunkIndices, chunk_prefill, plan_chunks
+from gapless.ops.linear_chunk import ChunkIndices, ChunkPlan, chunk_prefill, plan_chunks
 from tests.ops.step_recurrence import (
     KEY_DIM,
     SCALE,
@@ -24,6 +26,8 @@ from tests.ops.step_recurrence import (
 )
 
 LENGTHS = [64, 1, 130, 2, 65, 63]
+# where states are wanted on the way: nowhere, at a segment's end, side by side, on the grid, off it
+CUTS = [[], [1], [1, 2, 64, 65, 129, 130], [1], [16, 30], [63]]
 # segments with an initial state: one short, one of several chunks
 CONTINUED = (1, 2, 5)
 NAN = float("nan")
@@ -37,7 +41,12 @@ class Case:
     checkpoint: torch.Tensor  # row 2s: where segment s starts, 2s + 1: where it ends; zero row last
     init_rows: list[int]  # by segment
     outputs: np.ndarray  # [T, HV, V]
-    states: np.ndarray  # [S, HV, V, K]
+    after: np.ndarray  # [T, HV, V, K]: the state after each token
+
+    @property
+    def states(self) -> np.ndarray:  # [S, HV, V, K]
+        """The segments' final states."""
+        return self.after[np.cumsum(LENGTHS) - 1]
 
 
 def make_case(recurrence: Recurrence, dtype: torch.dtype = torch.float64) -> Case:
@@ -51,27 +60,38 @@ def make_case(recurrence: Recurrence, dtype: torch.dtype = torch.float64) -> Cas
     init_rows = [2 * s if s in CONTINUED else zero_row for s in range(len(LENGTHS))]
     for s in CONTINUED:
         checkpoint[2 * s] = torch.randn(VALUE_HEADS, VALUE_DIM, KEY_DIM)
-    outputs, states, token = [], [], 0
+    outputs, after, token = [], [], 0
     for s, length in enumerate(LENGTHS):
         state = checkpoint[init_rows[s]].double().numpy()
         for _ in range(length):
             state, output = step(state, tokens, token)
             outputs.append(output)
+            after.append(state)
             token += 1
-        states.append(state)
-    return Case(inputs, checkpoint, init_rows, np.stack(outputs), np.stack(states))
+    return Case(inputs, checkpoint, init_rows, np.stack(outputs), np.stack(after))
+
+
+def indices_of(
+    plan: ChunkPlan, init_rows: list[int], final_rows: list[int], cut_rows: list[list[int]]
+) -> ChunkIndices:
+    """Turn a plan and the rows of its segments into tensors."""
+    rows = [cut_rows[plan.order[cut.place]][cut.number] for cut in plan.cuts]
+    return ChunkIndices(
+        gather=torch.from_numpy(plan.gather),
+        scatter=torch.from_numpy(plan.scatter),
+        active=plan.active,
+        init_rows=torch.tensor([init_rows[s] for s in plan.order]),
+        final_rows=torch.tensor([final_rows[s] for s in plan.order]),
+        num_cuts=plan.num_cuts,
+        cut_places=torch.tensor([cut.place for cut in plan.cuts], dtype=torch.int64),
+        cut_rows=torch.tensor(rows, dtype=torch.int64),
+    )
 
 
 def run(case: Case, recurrence: Recurrence, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs and the checkpoint after a prefill."""
-    plan = plan_chunks(LENGTHS, chunk)
-    indices = ChunkIndices(
-        torch.from_numpy(plan.gather),
-        torch.from_numpy(plan.scatter),
-        plan.active,
-        torch.tensor([case.init_rows[s] for s in plan.order]),
-        torch.tensor([2 * s + 1 for s in plan.order]),
-    )
+    final_rows = [2 * s + 1 for s in range(len(LENGTHS))]
+    indices = indices_of(plan_chunks(LENGTHS, chunk), case.init_rows, final_rows, [])
     checkpoint = case.checkpoint.clone()
     return call(case.inputs, checkpoint, indices, recurrence), checkpoint
 
@@ -155,41 +175,89 @@ def test_row_may_start_and_end_in_place(recurrence: Recurrence) -> None:
     plan = plan_chunks([LENGTHS[0], LENGTHS[1]], 16)
     checkpoint = case.checkpoint.clone()
     zero_row, fresh_row, continued_row = len(checkpoint) - 1, 0, 2
-    init_rows, final_rows = (zero_row, continued_row), (fresh_row, continued_row)
-    indices = ChunkIndices(
-        torch.from_numpy(plan.gather),
-        torch.from_numpy(plan.scatter),
-        plan.active,
-        torch.tensor([init_rows[s] for s in plan.order]),
-        torch.tensor([final_rows[s] for s in plan.order]),
-    )
+    indices = indices_of(plan, [zero_row, continued_row], [fresh_row, continued_row], [])
     call(case.inputs, checkpoint, indices, recurrence)
     torch.testing.assert_close(checkpoint[continued_row], apart[3], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(checkpoint[fresh_row], apart[1], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 16])
-@pytest.mark.parametrize("lengths", [[5], [3, 0, 7, 7, 1], [16, 32, 15, 17]])
-def test_plan_places_every_token_once(lengths: list[int], chunk: int) -> None:
-    plan = plan_chunks(lengths, chunk)
-    total = sum(lengths)
-    assert [lengths[s] for s in plan.order] == sorted(lengths, reverse=True)
+@pytest.mark.parametrize("chunk", [16, 64])
+@pytest.mark.parametrize("recurrence", list(Recurrence))
+def test_states_at_cuts(recurrence: Recurrence, chunk: int) -> None:
+    case = make_case(recurrence)
+    outputs, checkpoint = run(case, recurrence, chunk)
+    # the cuts of segment 2, which starts from its row 4, take over the initial rows of others
+    cut_rows = [[], [0], [6, 8, 13, 14, 15, 2], [10], [16, 4], [17]]
+    final_rows = [2 * s + 1 for s in range(len(LENGTHS))]
+    cut = torch.cat([case.checkpoint, torch.full((5, *checkpoint.shape[1:]), NAN).double()])
+    plan = plan_chunks(LENGTHS, chunk, CUTS)
+    indices = indices_of(plan, case.init_rows, final_rows, cut_rows)
+    torch.testing.assert_close(
+        call(case.inputs, cut, indices, recurrence), outputs, rtol=1e-12, atol=1e-12
+    )
+    torch.testing.assert_close(cut[1:12:2], checkpoint[1:12:2], rtol=1e-12, atol=1e-12)
+    starts = np.cumsum([0, *LENGTHS])
+    for s, rows in enumerate(cut_rows):
+        for position, row in zip(CUTS[s], rows, strict=True):
+            wanted = case.after[starts[s] + position - 1]
+            np.testing.assert_allclose(cut[row].numpy(), wanted, rtol=1e-10, atol=1e-10)
+
+
+@st.composite
+def segments_and_cuts(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
+    """Lengths, and some of each segment's positions from 1 to its length."""
+    lengths = draw(st.lists(st.integers(0, 40), max_size=6))
+    cuts = [
+        sorted(draw(st.sets(st.integers(1, length), max_size=5))) if length else []
+        for length in lengths
+    ]
+    return lengths, cuts
+
+
+@given(segments_and_cuts(), st.sampled_from([1, 3, 16, 64]))
+def test_plan_equals_cutting_one_token_at_a_time(
+    drawn: tuple[list[int], list[list[int]]], chunk: int
+) -> None:
+    lengths, cuts = drawn
+    plan = plan_chunks(lengths, chunk, cuts)
+    chunks_of: list[list[list[int]]] = []
+    token = 0
+    for length, own in zip(lengths, cuts, strict=True):
+        chunks: list[list[int]] = []
+        for position in range(length):
+            if position in own or not chunks or len(chunks[-1]) == chunk:
+                chunks.append([])
+            chunks[-1].append(token)
+            token += 1
+        chunks_of.append(chunks)
+    counts = [len(chunks) for chunks in chunks_of]
+    assert plan.order == sorted(range(len(lengths)), key=lambda s: -counts[s])
+    rows = [
+        (j, place, chunks_of[s][j])
+        for j in range(max(counts, default=0))
+        for place, s in enumerate(plan.order)
+        if j < counts[s]
+    ]
+    assert plan.active == tuple(sum(j < n for n in counts) for j in range(max(counts, default=0)))
+    padded = [own + [token] * (chunk - len(own)) for _, _, own in rows]
     assert plan.gather.dtype == plan.scatter.dtype == np.int64
-    np.testing.assert_array_equal(plan.gather.ravel()[plan.scatter], np.arange(total))
-    assert np.count_nonzero(plan.gather < total) == total
+    np.testing.assert_array_equal(plan.gather, np.array(padded).reshape(-1, chunk))
+    np.testing.assert_array_equal(plan.gather.ravel()[plan.scatter], np.arange(token))
     starts = np.cumsum([0, *lengths])
-    rows = iter(plan.gather)
-    for j, num_active in enumerate(plan.active):
-        for segment in plan.order[:num_active]:
-            wanted = np.arange(starts[segment] + j * chunk, starts[segment + 1])[:chunk]
-            row = next(rows)
-            np.testing.assert_array_equal(row[: len(wanted)], wanted)
-            assert (row[len(wanted) :] == total).all()
-    assert next(rows, None) is None
+    last_of = {own[-1]: (j, place) for j, place, own in rows}
+    wanted = [
+        (*last_of[starts[s] + cut - 1], number)
+        for s, own in enumerate(cuts)
+        for number, cut in enumerate(own)
+    ]
+    assert plan.cuts == sorted(wanted)
+    assert plan.num_cuts == tuple(
+        sum(cut.round == j for cut in plan.cuts) for j in range(len(plan.active))
+    )
 
 
 def test_plan_of_nothing_is_empty() -> None:
     plan = plan_chunks([], 16)
-    assert plan.active == ()
+    assert plan.active == plan.num_cuts == ()
     assert plan.gather.shape == (0, 16)
     assert plan.scatter.shape == (0,)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gapless.runner.inputs import Download, Upload
+from gapless.runner.syncs import forbid_syncs
 
 CPU = torch.device("cpu")
 
@@ -42,6 +43,18 @@ def test_equal_shapes_land_at_equal_addresses() -> None:
 def test_what_does_not_fit_is_an_error() -> None:
     with pytest.raises(AssertionError, match="scale ends at byte"):
         Upload(64, CPU).send(_arrays(5, 1))
+
+
+def test_room_is_made_where_it_is_asked_for_and_kept() -> None:
+    upload = Upload(64, CPU)
+    arrays = _arrays(50, 3)
+    with forbid_syncs():
+        upload.reserve(arrays)
+        first = upload.send(arrays)["ids"].data_ptr()
+        upload.reserve(_arrays(5, 3))
+        again = upload.send(arrays)
+    assert again["ids"].data_ptr() == first
+    np.testing.assert_array_equal(again["scale"].numpy(), arrays["scale"])
 
 
 def test_a_ticket_keeps_its_step_while_the_next_one_is_fetched() -> None:

@@ -35,6 +35,7 @@ def make_request(
     min_tokens: int = 0,
     stop_ids: tuple[int, ...] = (),
     wants_prompt_logprobs: bool = False,
+    message_end: int | None = None,
 ) -> Request:
     """A request that may reach `len(prompt) + max_tokens` tokens."""
     return Request(
@@ -45,6 +46,7 @@ def make_request(
         stop_ids=stop_ids,
         limit_len=len(prompt) + max_tokens,
         wants_prompt_logprobs=wants_prompt_logprobs,
+        message_end=message_end,
     )
 
 
@@ -97,6 +99,11 @@ class Driver:
         while self.pending:
             self._commit()
 
+    def flush(self) -> None:
+        """Forget what is cached."""
+        self.scheduler.flush_cache()
+        self.scheduler.check_conserved()
+
     def end(self, request: Request, reason: FinishReason) -> None:
         """End a live request from the host: an abort, or a stop string."""
         if self.run_ahead == 1 and request.status is Status.DECODE:
@@ -111,9 +118,9 @@ class Driver:
         assert self.scheduler.abort(request.request_id) is None, "ended twice"
         self.scheduler.check_conserved()
 
-    def drain(self) -> None:
+    def drain(self, most_steps: int = 3000) -> None:
         """Run until nothing is left, and check every request and that all memory is back."""
-        for _ in range(3000):
+        for _ in range(most_steps):
             if not self.scheduler.has_work:
                 break
             self.step()
@@ -121,9 +128,19 @@ class Driver:
             raise Divergence("livelock")
         assert not self.pending, "a launched step was not read"
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
-        self.scheduler.check_conserved()
+        self._let_stores_arrive()
+        self.flush()
+        self.scheduler.check_is_empty()
         for request in self.requests.values():
             self._check_request(request)
+
+    def _let_stores_arrive(self) -> None:
+        """Go on, with a request that nothing is cached of, until no copy is under way."""
+        while self.scheduler.num_stores_under_way:
+            name = f"last{len(self.requests)}"
+            self.submit(make_request(name, (VOCAB_SIZE,), max_tokens=1))
+            while self.scheduler.has_work:
+                self.step()
 
     def _commit(self) -> None:
         plan, result = self.pending.popleft()
@@ -200,7 +217,9 @@ def _slots_of(plan: StepPlan) -> set[int]:
     return {s.slot for s in plan.prefill} | {row.slot for row in plan.decode}
 
 
-def random_sizes(rng: random.Random, window: int, flaws: frozenset[Flaw]) -> Sizes:
+def random_sizes(
+    rng: random.Random, window: int, flaws: frozenset[Flaw], *, uses_prefix_cache: bool
+) -> Sizes:
     """Small pools: most hold little more than the longest request."""
     max_model_len, page_size = rng.randrange(8, 40), rng.randrange(1, 6)
     largest = -(-(max_model_len + window - 2) // page_size)
@@ -213,6 +232,12 @@ def random_sizes(rng: random.Random, window: int, flaws: frozenset[Flaw]) -> Siz
         chunked_prefill_size=rng.choice([1, 2, 3, 7, 16, 64]),
         max_window=window,
         replay_len=rng.choice([1, 2, 4, 5]),
+        uses_prefix_cache=uses_prefix_cache,
+        needs_snapshots=window > 1 or rng.random() < 0.8,
+        page_bytes=rng.choice([0, 1, 10]),
+        row_bytes=rng.choice([1, 100]),
+        num_host_pages=rng.choice([0, 0, 3, 10, 60]),
+        num_host_rows=rng.randrange(1, 10),
     )
     return Sizes(
         limits=limits,
@@ -222,36 +247,63 @@ def random_sizes(rng: random.Random, window: int, flaws: frozenset[Flaw]) -> Siz
     )
 
 
-def random_request(rng: random.Random, name: str, max_model_len: int) -> Request:
+def random_prompt(rng: random.Random, requests: list[Request], most: int) -> tuple[int, ...]:
+    """A new prompt, one like or as an earlier one, or the next turn of an earlier request."""
+    new = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, max(2, most // 4))))
+    if not requests or rng.random() < 0.3:
+        return new
+    earlier = rng.choice(requests)
+    whole, kind = tuple(earlier.token_ids), rng.random()
+    if kind < 0.2:
+        return earlier.prompt_ids
+    if kind < 0.6:
+        return (*whole, *new)[: most - 1]
+    return (*whole[: rng.randrange(len(whole) + 1)], *new)[: most - 1]
+
+
+def random_request(
+    rng: random.Random, name: str, max_model_len: int, requests: list[Request]
+) -> Request:
     """A request that usually, not always, fits the context."""
-    prompt_len = rng.randrange(1, max(2, max_model_len // 4))
-    room = max_model_len - prompt_len
+    prompt = random_prompt(rng, requests, max_model_len)
+    room = max_model_len - len(prompt)
     max_tokens = max(1, room + rng.choice([-20, -10, -5, -3, -2, -1, 0, 0, 1]))
     return make_request(
         name,
-        tuple(rng.randrange(VOCAB_SIZE) for _ in range(prompt_len)),
+        prompt,
         max_tokens=max_tokens,
         min_tokens=rng.choice([0, 0, 1, 3, max_tokens]) if max_tokens >= 3 else 0,
         stop_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 1, 2]))),
-        wants_prompt_logprobs=rng.random() < 0.3,
+        wants_prompt_logprobs=rng.random() < 0.2,
+        message_end=rng.choice([None, rng.randrange(1, len(prompt) + 1)]),
     )
 
 
 def run_program(
-    seed: int, *, window: int, run_ahead: int = 1, flaws: frozenset[Flaw] = frozenset()
+    seed: int,
+    *,
+    window: int,
+    run_ahead: int = 1,
+    flaws: frozenset[Flaw] = frozenset(),
+    uses_prefix_cache: bool = True,
 ) -> Driver:
     """Run one random program to its end; raises AssertionError where the design is broken."""
     rng = random.Random(seed)
-    driver = Driver(random_sizes(rng, window, flaws), run_ahead)
-    num_requests, end_rate = rng.randrange(1, 13), rng.choice([0.0, 0.0, 0.1, 0.3])
+    sizes = random_sizes(rng, window, flaws, uses_prefix_cache=uses_prefix_cache)
+    driver = Driver(sizes, run_ahead)
+    num_requests, end_rate = rng.randrange(1, 16), rng.choice([0.0, 0.0, 0.1, 0.3])
+    flush_rate, submit_rate = rng.choice([0.0, 0.0, 0.02]), rng.choice([0.3, 0.8])
     while len(driver.requests) < num_requests:
-        if rng.random() < 0.8:
+        if rng.random() < submit_rate:
             name = f"r{len(driver.requests)}"
-            driver.submit(random_request(rng, name, driver.limits.max_model_len))
+            known = list(driver.requests.values())
+            driver.submit(random_request(rng, name, driver.limits.max_model_len, known))
         if driver.live and rng.random() < end_rate:
             driver.end(rng.choice(driver.live), rng.choice(HOST_ENDS))
         if rng.random() < 0.1 and run_ahead == 1:
             driver.settle()
+        if rng.random() < flush_rate:
+            driver.flush()
         driver.step()
     for _ in range(200 if end_rate else 0):
         if driver.live and rng.random() < end_rate:

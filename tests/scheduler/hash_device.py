@@ -10,7 +10,8 @@ former tenant left lies there until it is overwritten, and unwritten memory hold
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -21,7 +22,9 @@ from gapless.core import architecture
 from gapless.core.plan import StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from gapless.core.plan import PrefillSegment
+    from collections.abc import Sequence
+
+    from gapless.core.plan import PrefillSegment, SlotSave, Transfer
     from gapless.core.request import Request
     from gapless.scheduler.scheduler import SchedulerLimits
 
@@ -42,6 +45,12 @@ class Flaw(Enum):
     DONE_ROW_RUNS = auto()  # a done row keeps its slot and runs on, counted
     STOP_IS_NOT_COUNTED = auto()  # a step that stops adds one token less to seq_lens
     COUNTS_PAST_STOP = auto()  # a step that stops also adds the accepted drafts after the stop
+    SAVES_COME_LATE = auto()  # a slot is saved once the step's prefill has run
+    PAGES_ARE_NOT_COPIED = auto()  # a page that a prefix fills in part is not copied
+    LOADS_COME_LATE = auto()  # what the host holds arrives once the step's prefill has run
+    TAIL_IS_NOT_SAVED = auto()  # the convolution tail of a snapshot stays what it was
+    HIDDEN_IS_NOT_SAVED = auto()  # so does the last hidden state
+    FIRST_MTP_KV_IS_KEPT = auto()  # a resumed request keeps its prefix's MTP KV at its start
 
 
 def state_input(token: int, state: int) -> int:
@@ -84,6 +93,8 @@ def reference(tokens: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
     """State after `tokens`, and the KV of all their positions."""
     if not tokens:
         return 0, ()
+    for length in range(100, len(tokens), 100):
+        reference(tokens[:length])  # all at once would nest too deeply
     state, kv = reference(tokens[:-1])
     return fold(state, state_input(tokens[-1], state)), (*kv, kv_value(tokens[-1], state))
 
@@ -120,10 +131,10 @@ class Slot:
     window: list[int]
     ring: list[int]
     conv_ring: list[int]
+    hidden_ring: list[int]
     seq_len: int = 0
     checkpoint_len: int = 0
     state_row: int = 0
-    last_hidden: int = 0
     is_done: bool = True
     limit_len: int = 0
     min_len: int = 0
@@ -132,6 +143,15 @@ class Slot:
     request: Request | None = None
     history: tuple[int, ...] = ()
     when_done: object = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one row of the state pool holds; a request that runs uses the state alone."""
+
+    state: int
+    conv_tail: tuple[int | None, ...]
+    hidden: int
 
 
 @dataclass(frozen=True)
@@ -155,6 +175,7 @@ class HashDevice:
         self.null_page = limits.num_pages
         self.null_slot = limits.max_running_requests
         self.flaws = sizes.flaws
+        self.needs_snapshots = limits.needs_snapshots
         self._accept_rate = sizes.accept_rate
         self._random = random.Random(sizes.seed)
         self._junk = -1000
@@ -168,23 +189,42 @@ class HashDevice:
                 window=[0] * self.window,
                 ring=[self._unwritten() for _ in range(ring_len)],
                 conv_ring=[self._unwritten() for _ in range(conv_len)],
+                hidden_ring=[self._unwritten() for _ in range(self.window + 1)],
             )
             for _ in range(self.null_slot + 1)
         ]
         self.slots[self.null_slot].state_row = limits.num_state_rows
-        self.states = [self._unwritten() for _ in range(limits.num_state_rows + 1)]
+        self.rows = [self._unwritten_row() for _ in range(limits.num_state_rows + 1)]
         num_positions = (self.null_page + 1) * self.page_size
         self.kv = [self._unwritten() for _ in range(num_positions)]
         self.mtp_kv = [self._unwritten() for _ in range(num_positions)]
+        num_host = limits.num_host_pages * self.page_size
+        self.host_kv = [self._unwritten() for _ in range(num_host)]
+        self.host_mtp_kv = [self._unwritten() for _ in range(num_host)]
+        self.host_rows = [self._unwritten_row() for _ in range(limits.num_host_rows)]
+        self._storing: deque[Transfer] = deque()
+        self._num_stored = 0
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Execute one step: prefill, page-table entries, decode."""
+        """Execute one step: saves, loads, stores, page copies, prefill, decode."""
+        if Flaw.SAVES_COME_LATE not in self.flaws:
+            self._save(plan.saves)
+        if Flaw.LOADS_COME_LATE not in self.flaws:
+            self._load(plan.loads)
+        self._storing += plan.stores
+        self._finish_stores(all_of_them=plan.awaits_stores)
+        self._copy_pages(plan)
+        self._check_races(plan.prefill)
         firsts: list[int] = []
         logprobs: list[np.ndarray | None] = []
         for segment in plan.prefill:
             logprobs.append(self._prefill(segment))
             if segment.is_last:
                 firsts.append(self._sample_first(segment))
+        if Flaw.SAVES_COME_LATE in self.flaws:
+            self._save(plan.saves)
+        if Flaw.LOADS_COME_LATE in self.flaws:
+            self._load(plan.loads)
         for entry in plan.page_entries:
             self.slots[entry.slot].page_table[entry.index] = entry.page
         tokens = np.full((len(plan.decode), self.window), -1, dtype=np.int32)
@@ -201,6 +241,7 @@ class HashDevice:
             decode_tokens=tokens,
             decode_lens=lens,
             decode_proposed=np.full(len(plan.decode), self.window - 1, dtype=np.int32),
+            num_stored=self._num_stored,
             prompt_logprobs=tuple(logprobs) if has_logprobs else (),
         )
 
@@ -220,6 +261,8 @@ class HashDevice:
             raise Divergence(f"slot {index}: wrong convolution tail at {position}")
         if self._read_kv(slot, position) != kv:
             raise Divergence(f"slot {index}: wrong KV before {position}")
+        if position and self._hidden(slot, position - 1) != state:
+            raise Divergence(f"slot {index}: wrong hidden state before {position}")
         if self.window > 1:
             self._check_mtp(slot, prefix)
 
@@ -234,6 +277,85 @@ class HashDevice:
     def _unwritten(self) -> int:
         self._junk -= 1
         return self._junk
+
+    def _unwritten_row(self) -> Row:
+        tail = tuple(self._unwritten() for _ in range(CONV_WIDTH - 1))
+        return Row(self._unwritten(), tail, self._unwritten())
+
+    def _save(self, saves: Sequence[SlotSave]) -> None:
+        for save in saves:
+            slot, position = self.slots[save.slot], save.position
+            if not slot.checkpoint_len <= position <= slot.seq_len:
+                raise Divergence(
+                    f"slot {save.slot}: no state at {position}, only at "
+                    f"{slot.checkpoint_len}..{slot.seq_len}"
+                )
+            self._store(slot, save.row, position, self._state_at(slot, position))
+
+    def _store(self, slot: Slot, row: int, position: int, state: int) -> None:
+        """Put a slot's state, convolution tail and hidden state at a position into a row."""
+        old = self.rows[row]
+        tail = self._taps(slot, position - 1)[1:]
+        hidden = slot.hidden_ring[(position - 1) % len(slot.hidden_ring)]
+        self.rows[row] = Row(
+            state,
+            old.conv_tail if Flaw.TAIL_IS_NOT_SAVED in self.flaws else tail,
+            old.hidden if Flaw.HIDDEN_IS_NOT_SAVED in self.flaws else hidden,
+        )
+
+    def _load(self, loads: Sequence[Transfer]) -> None:
+        for load in loads:
+            for source, target in zip(load.host_pages, load.device_pages, strict=True):
+                for kv, host_kv in ((self.kv, self.host_kv), (self.mtp_kv, self.host_mtp_kv)):
+                    kv[self._span(target)] = host_kv[self._span(source)]
+            if load.device_row is not None:
+                assert load.host_row is not None
+                self.rows[load.device_row] = self.host_rows[load.host_row]
+
+    def _finish_stores(self, *, all_of_them: bool) -> None:
+        """Let some stores under way arrive; they read the device only then."""
+        while self._storing and (all_of_them or self._random.random() < 0.4):
+            store = self._storing.popleft()
+            self._num_stored += 1
+            for source, target in zip(store.device_pages, store.host_pages, strict=True):
+                for kv, host_kv in ((self.kv, self.host_kv), (self.mtp_kv, self.host_mtp_kv)):
+                    host_kv[self._span(target)] = kv[self._span(source)]
+            if store.host_row is not None:
+                assert store.device_row is not None
+                self.host_rows[store.host_row] = self.rows[store.device_row]
+
+    def _span(self, page: int) -> slice:
+        return slice(page * self.page_size, (page + 1) * self.page_size)
+
+    def _copy_pages(self, plan: StepPlan) -> None:
+        targets = [copy.target for copy in plan.page_copies]
+        if len(set(targets)) != len(targets):
+            raise Divergence(f"pages are copied to {targets}")
+        if Flaw.PAGES_ARE_NOT_COPIED in self.flaws:
+            return
+        for kv in (self.kv, self.mtp_kv):
+            read = [kv[self._span(copy.source)] for copy in plan.page_copies]
+            for target, values in zip(targets, read, strict=True):
+                kv[self._span(target)] = values
+
+    def _check_races(self, segments: Sequence[PrefillSegment]) -> None:
+        """What one segment of a forward writes no other may read or write."""
+        rows = [s.state_row for s in segments]
+        rows += [snapshot.row for s in segments for snapshot in s.snapshots]
+        if len(set(rows)) != len(rows):
+            raise Divergence(f"segments write the rows {rows}")
+        resumed = {s.resumed_row for s in segments}
+        if resumed & set(rows):
+            raise Divergence(f"segments resume from {resumed} and write {rows}")
+        for segment in segments:
+            written = {
+                page
+                for other in segments
+                if other is not segment
+                for page in other.pages[other.start // self.page_size :]
+            }
+            if written & set(segment.pages[: -(-segment.end // self.page_size)]):
+                raise Divergence("a segment reads pages that another writes")
 
     def _address(self, slot: Slot, position: int) -> int:
         page = slot.page_table[position // self.page_size]
@@ -257,7 +379,7 @@ class HashDevice:
         return tuple(ring[p % len(ring)] if p >= 0 else None for p in span)
 
     def _state_at(self, slot: Slot, position: int) -> int:
-        state = self.states[slot.state_row] if slot.checkpoint_len > 0 else 0
+        state = self.rows[slot.state_row].state if slot.checkpoint_len > 0 else 0
         for p in range(slot.checkpoint_len, position):
             state = fold(state, slot.ring[p % len(slot.ring)])
         return state
@@ -268,32 +390,66 @@ class HashDevice:
         slot.page_table = [*segment.pages, *[self.null_page] * spare]
         slot.state_row = segment.state_row
         slot.is_done = True
-        if segment.start > 0 and slot.checkpoint_len != segment.start:
-            raise Divergence(f"segment from {segment.start}, checkpoint {slot.checkpoint_len}")
-        state = self.states[slot.state_row] if segment.start > 0 else 0
+        state = self._start(slot, segment)
+        snapshots = {snapshot.position: snapshot.row for snapshot in segment.snapshots}
+        if snapshots and not segment.start < min(snapshots) <= max(snapshots) <= segment.end:
+            raise Divergence(f"snapshots at {sorted(snapshots)} of {segment.start}..{segment.end}")
         logprobs = np.full(segment.end - segment.start, np.nan)
+        keeps = segment.resumed_row is not None and Flaw.FIRST_MTP_KV_IS_KEPT in self.flaws
         for p in range(segment.start, segment.end):
             token = request.token_ids[p]
             self._write(self.kv, slot, p, kv_value(token, state))
-            if self.window > 1 and p > 0:
-                self._write(self.mtp_kv, slot, p, mtp_value(slot.last_hidden, token))
+            if self.window > 1 and p > 0 and not (keeps and p == segment.start):
+                self._write(self.mtp_kv, slot, p, mtp_value(self._hidden(slot, p - 1), token))
             slot.conv_ring[p % len(slot.conv_ring)] = token
-            state = slot.last_hidden = fold(state, state_input(token, state))
+            state = fold(state, state_input(token, state))
+            slot.hidden_ring[p % len(slot.hidden_ring)] = state
+            if p + 1 in snapshots:
+                self._store(slot, snapshots[p + 1], p + 1, state)
             if p + 1 < len(request.token_ids):
                 logprobs[p - segment.start] = prompt_logprob(state, request.token_ids[p + 1])
-        self.states[slot.state_row] = state
+        self.rows[slot.state_row] = replace(self.rows[slot.state_row], state=state)
         slot.seq_len = slot.checkpoint_len = segment.end
         return logprobs if request.wants_prompt_logprobs else None
+
+    def _start(self, slot: Slot, segment: PrefillSegment) -> int:
+        """The state that a segment starts from; what is cached must be what its key says."""
+        start, is_cached = segment.start, not self.needs_snapshots and segment.is_first
+        if start == 0:
+            return 0
+        if segment.resumed_row is None and not is_cached:
+            if slot.checkpoint_len != start:
+                raise Divergence(f"segment from {start}, checkpoint {slot.checkpoint_len}")
+            return self.rows[slot.state_row].state
+        prefix = tuple(segment.request.token_ids[:start])
+        state, kv = reference(prefix)
+        tail = taps_of(prefix)[1:]
+        # a model without recurrent state needs its KV only; here the rest is simply known
+        row = Row(state, tail, state) if is_cached else self.rows[segment.resumed_row or 0]
+        if (row.state, row.conv_tail) != (state, tail):
+            raise Divergence(f"resumed at {start} from the state of something else")
+        if self.window > 1 and row.hidden != state:
+            raise Divergence(f"resumed at {start} from the hidden state of something else")
+        if self._read_kv(slot, start) != kv:
+            raise Divergence(f"resumed at {start} with the KV of something else")
+        for back, token in enumerate(reversed(row.conv_tail), start=1):
+            if token is not None:
+                slot.conv_ring[(start - back) % len(slot.conv_ring)] = token
+        slot.hidden_ring[(start - 1) % len(slot.hidden_ring)] = row.hidden
+        return row.state
+
+    def _hidden(self, slot: Slot, position: int) -> int:
+        return slot.hidden_ring[position % len(slot.hidden_ring)]
 
     def _sample_first(self, segment: PrefillSegment) -> int:
         slot, request, n = self.slots[segment.slot], segment.request, segment.end
         slot.limit_len, slot.min_len = request.limit_len, request.min_len
         slot.stop_ids, slot.request = request.stop_ids, request
-        token = self._target(slot, n, self.states[slot.state_row])
+        token = self._target(slot, n, self.rows[slot.state_row].state)
         slot.is_done = self._is_end(slot, token, n + 1)
         slot.history = (*request.token_ids[:n], token)
         if self.window > 1:
-            self._write(self.mtp_kv, slot, n, mtp_value(slot.last_hidden, token))
+            self._write(self.mtp_kv, slot, n, mtp_value(self._hidden(slot, n - 1), token))
         self._settle(slot, token)
         return token
 
@@ -331,8 +487,10 @@ class HashDevice:
             slot.conv_ring[(q + i) % len(slot.conv_ring)] = token
             slot.ring[(q + i) % len(slot.ring)] = entries[i]
             self._write(self.kv, slot, q + i, kv_value(token, states[i]))
+            slot.hidden_ring[(q + i) % len(slot.hidden_ring)] = states[i + 1]
         folded_len = max(slot.checkpoint_len, q // self.replay_len * self.replay_len)
-        self.states[slot.state_row] = self._state_at(slot, folded_len)
+        folded = replace(self.rows[slot.state_row], state=self._state_at(slot, folded_len))
+        self.rows[slot.state_row] = folded
         if not slot.is_done or Flaw.DONE_ROW_RUNS in self.flaws:
             slot.checkpoint_len = folded_len
         hidden = states[1:]
@@ -380,7 +538,7 @@ class HashDevice:
     def _contents(self, slot: Slot) -> object:
         addresses = [self._address(slot, p) for p in range(slot.seq_len)]
         return (
-            (slot.seq_len, slot.checkpoint_len, self.states[slot.state_row]),
+            (slot.seq_len, slot.checkpoint_len, self.rows[slot.state_row].state),
             (tuple(slot.ring), tuple(slot.conv_ring)),
             tuple((self.kv[a], self.mtp_kv[a]) for a in addresses),
         )

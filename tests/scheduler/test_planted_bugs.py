@@ -5,10 +5,12 @@ The same programs are right unbroken, so it is the rule that the failures are ab
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
+from gapless.cache.manager import CacheManager
 from gapless.cache.pages import largest_reserved_len, reserved_len
 from tests.scheduler.driver import run_program
 from tests.scheduler.hash_device import Flaw
@@ -16,6 +18,8 @@ from tests.scheduler.hash_device import Flaw
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from gapless.cache.radix import Node
+    from gapless.core.plan import SlotSave
     from gapless.core.request import Request
 
 NUM_PROGRAMS = 40
@@ -31,7 +35,14 @@ def goes_wrong(
     flaws = frozenset() if flaw is None else frozenset({flaw})
     for seed in range(num_programs):
         try:
-            run_program(seed, window=window, run_ahead=run_ahead, flaws=flaws)
+            run_program(
+                seed,
+                window=window,
+                run_ahead=run_ahead,
+                flaws=flaws,
+                # what a slot still can give is derived for a run-ahead of 1
+                uses_prefix_cache=run_ahead == 1,
+            )
         except AssertionError:
             return True
     return False
@@ -131,6 +142,95 @@ def test_readmitted_before_its_step_is_read(window: int, monkeypatch: pytest.Mon
     """
     monkeypatch.setattr("gapless.scheduler.scheduler.RUN_AHEAD", 2)
     monkeypatch.setattr("gapless.cache.manager.reserved_len", reserved_len_less(-window))
-    assert not goes_wrong(window, run_ahead=2, num_programs=60)
+    assert not goes_wrong(window, run_ahead=2, num_programs=400)
     monkeypatch.setattr("gapless.scheduler.scheduler.is_read", lambda _request: True)
-    assert goes_wrong(window, run_ahead=2, num_programs=60)
+    assert goes_wrong(window, run_ahead=2, num_programs=400)
+
+
+@pytest.mark.parametrize(
+    "flaw", [Flaw.SAVES_COME_LATE, Flaw.PAGES_ARE_NOT_COPIED, Flaw.TAIL_IS_NOT_SAVED]
+)
+@every_window
+def test_snapshot_is_incomplete(window: int, flaw: Flaw) -> None:
+    assert goes_wrong(window, flaw=flaw)
+
+
+@pytest.mark.parametrize("flaw", [Flaw.HIDDEN_IS_NOT_SAVED, Flaw.FIRST_MTP_KV_IS_KEPT])
+@every_window
+def test_mtp_state_is_not_of_the_prefix(window: int, flaw: Flaw) -> None:
+    """Bites with speculation only."""
+    assert goes_wrong(window, flaw=flaw) == (window > 1)
+
+
+@every_window
+def test_planned_rows_are_not_locked(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CacheManager, "_lock_row", lambda _self, _node: None)
+    monkeypatch.setattr(CacheManager, "_unlock_row", lambda _self, _node: None)
+    assert goes_wrong(window)
+
+
+@every_window
+def test_prefix_is_resumed_by_the_step_that_computes_it(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CacheManager._store
+
+    def early(self: CacheManager, request: Request, position: int, row: int, step: int) -> bool:
+        return store(self, request, position, row, step - 1)
+
+    monkeypatch.setattr(CacheManager, "_store", early)
+    assert goes_wrong(window, num_programs=200)
+
+
+@every_window
+def test_snapshot_stands_under_a_shorter_key(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CacheManager._store
+
+    def shorter(self: CacheManager, request: Request, position: int, row: int, step: int) -> bool:
+        return store(self, request, max(1, position - 1), row, step)
+
+    monkeypatch.setattr(CacheManager, "_store", shorter)
+    assert goes_wrong(window)
+
+
+@every_window
+def test_state_is_saved_at_another_position(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = CacheManager.release
+
+    def late(self: CacheManager, request: Request, position: int) -> SlotSave | None:
+        save = release(self, request, position)
+        return save and replace(save, position=max(1, save.position - 1))
+
+    monkeypatch.setattr(CacheManager, "release", late)
+    assert goes_wrong(window)
+
+
+@every_window
+def test_host_copies_are_loaded_late(window: int) -> None:
+    assert goes_wrong(window, flaw=Flaw.LOADS_COME_LATE, num_programs=200)
+
+
+@every_window
+def test_host_copies_count_before_they_arrive(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    end_stores = CacheManager.end_stores
+
+    def early(self: CacheManager, num_stored: int) -> None:
+        end_stores(self, max(num_stored, self.counters.num_stores))
+
+    monkeypatch.setattr(CacheManager, "end_stores", early)
+    assert goes_wrong(window, num_programs=200)
+
+
+@every_window
+def test_what_is_being_copied_is_not_locked(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evicted under the copy, in spite of the locks that it took."""
+    may_leave = CacheManager._may_leave
+
+    def loose(self: CacheManager, node: Node) -> bool:
+        storing = self._host.storing if self._host is not None else []
+        if not any(node in stored.path() for stored in storing):
+            return may_leave(self, node)
+        return node.is_warm and not node.num_warm_children
+
+    monkeypatch.setattr(CacheManager, "_may_leave", loose)
+    assert goes_wrong(window, num_programs=200)

@@ -1,17 +1,27 @@
-"""Random programs against the hash model: joins, chunks, run-ahead, retraction, aborts."""
+"""Random programs against the hash model: joins, chunks, run-ahead, retraction, aborts, chats.
+
+Prompts share prefixes, branch off and go on, so the prefix cache is used throughout.
+"""
 
 from __future__ import annotations
 
 import pytest
 
+from gapless.core.counters import WaitReason
 from tests.scheduler.driver import run_program
 
 
 @pytest.mark.parametrize("window", [1, 2, 4])
 def test_programs(window: int) -> None:
-    drivers = [run_program(seed, window=window) for seed in range(1000, 1100)]
+    drivers = [run_program(seed, window=window) for seed in range(1000, 1340)]
     # the programs are worth something only if they meet what is hard
-    assert sum(driver.scheduler.num_retractions for driver in drivers) > 20
+    counters = [driver.scheduler.cache_counters for driver in drivers]
+    assert sum(counter.num_retractions for counter in counters) > 100
+    assert sum(counter.num_hits for counter in counters) > 200
+    assert sum(counter.num_rows_evicted for counter in counters) > 100
+    assert sum(counter.num_leaves_evicted for counter in counters) > 200
+    waits = [reason for counter in counters for reason in counter.waits]
+    assert set(waits) == set(WaitReason)
     reasons = {final.finish_reason for driver in drivers for final in driver.finals.values()}
     assert len(reasons) == 4
 
@@ -20,5 +30,5 @@ def test_programs(window: int) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 8])
 def test_many_programs(window: int) -> None:
-    for seed in range(10_000, 13_000):
+    for seed in range(10_000, 12_000):
         run_program(seed, window=window)

@@ -14,8 +14,15 @@ PROMPT = tuple(range(20, 40))
 
 
 def make_scheduler(
-    *, slots: int = 4, pages: int = 40, page_size: int = 3, rows: int = 4, chunk: int = 64
+    *,
+    slots: int = 4,
+    pages: int = 40,
+    page_size: int = 3,
+    rows: int = 4,
+    chunk: int = 64,
+    caches: bool = False,
 ) -> Scheduler:
+    """Without the prefix cache, but for those who ask for it: prompts here are much alike."""
     return Scheduler(
         SchedulerLimits(
             max_running_requests=slots,
@@ -26,6 +33,7 @@ def make_scheduler(
             chunked_prefill_size=chunk,
             max_window=1,
             replay_len=4,
+            uses_prefix_cache=caches,
         )
     )
 
@@ -171,7 +179,7 @@ def test_newest_is_retracted_and_keeps_what_comes_in() -> None:
     assert names(second) == ["a", "b"]
     commit(scheduler, first)
     assert names(plan_of(scheduler)) == ["a"]
-    assert scheduler.num_retractions == 1
+    assert scheduler.cache_counters.num_retractions == 1
     assert newest.status is Status.WAITING
     assert newest.unread_steps == 1
     commit(scheduler, second, token=5)

@@ -24,6 +24,7 @@ LIMITS = st.builds(
     chunked_prefill_size=st.sampled_from([1, 2, 3, 7, 32]),
     max_window=st.sampled_from([1, 2, 4]),
     replay_len=st.sampled_from([1, 2, 4, 5]),
+    uses_prefix_cache=st.booleans(),
 )
 SIZES = st.builds(
     Sizes,
@@ -43,6 +44,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver = Driver(sizes)
 
     @rule(
+        shared=st.integers(0, 99),
+        num_shared=st.integers(0, 24),
         prompt=st.lists(tokens, max_size=12).map(tuple),
         max_tokens=st.integers(1, 24),
         min_tokens=st.integers(0, 6),
@@ -51,15 +54,21 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def submit(
         self,
+        shared: int,
+        num_shared: int,
         prompt: tuple[int, ...],
         max_tokens: int,
         min_tokens: int,
         stop_ids: tuple[int, ...],
         wants_prompt_logprobs: bool,
     ) -> None:
+        known = list(self.driver.requests.values())
+        if known:
+            earlier = known[shared % len(known)].token_ids
+            prompt = (*earlier[:num_shared], *prompt)
         self.driver.submit(
             make_request(
-                f"r{len(self.driver.requests)}",
+                f"r{len(known)}",
                 prompt,
                 max_tokens=max_tokens,
                 min_tokens=min(min_tokens, max_tokens),
@@ -81,6 +90,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), reason=st.sampled_from([FinishReason.STOP, FinishReason.ABORT]))
     def end(self, data: st.DataObject, reason: FinishReason) -> None:
         self.driver.end(data.draw(st.sampled_from(self.driver.live)), reason)
+
+    @rule()
+    def flush(self) -> None:
+        self.driver.flush()
 
     @invariant()
     def is_conserved(self) -> None:

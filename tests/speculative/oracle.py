@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gapless.speculative.drafter import Drafts, Frontier, Outcome, PromptChunk, SampleAt
+from gapless.speculative.drafter import (
+    Drafts,
+    Frontier,
+    Outcome,
+    PromptChunk,
+    SampleAt,
+    SavedSlots,
+)
 from tests.engine_fixtures import runner_of
 
 if TYPE_CHECKING:
@@ -30,6 +37,8 @@ class OracleDrafter:
 
     With `gaps`, rows at positions divisible by it are given no proposal at all.
     """
+
+    reads_past = False
 
     def __init__(
         self, num_slots: int, num_positions: int, num_drafts: int, script: Script, *, gaps: int = 0
@@ -55,6 +64,13 @@ class OracleDrafter:
         if self._gaps:
             counts = counts.masked_fill(frontier.seq_lens % self._gaps == 0, 0)
         return Drafts(tokens, counts)
+
+    @property
+    def row_memory(self) -> list[Tensor]:
+        return []
+
+    def save(self, saved: SavedSlots) -> None:
+        pass
 
 
 def with_oracle(

@@ -11,7 +11,7 @@ import pytest
 
 from gapless.assets import demo_checkpoint, heldout
 from gapless.errors import InvalidRequest, ModelError
-from gapless.text.chat import ChatTemplate
+from gapless.text.chat import ChatTemplate, EncodedPrompt
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -118,6 +118,58 @@ def test_tojson_escapes_no_html() -> None:
     assert render("{{ messages[0].content | tojson }}", [USER]) == (
         "\"Is 1 < 2 & 'so' on? <b>café</b>\""
     )
+
+
+TURN = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>go{% endif %}"
+
+
+def encode(tokenizer: Tokenizer, template: str, **kwargs: object) -> EncodedPrompt:
+    messages = [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]
+    return ChatTemplate({"default": template}, SPECIAL).encode(tokenizer, messages, **kwargs)
+
+
+def test_messages_end_where_the_generation_prompt_begins(tokenizer: Tokenizer) -> None:
+    found = encode(tokenizer, TURN + PROMPT)
+    body = "<|im_start|>one<|im_end|><|im_start|>two<|im_end|>"
+    wanted = tokenizer.encode(body, add_special_tokens=False)
+    assert found.message_end == len(wanted)
+    whole = tokenizer.encode(body + "<|im_start|>go", add_special_tokens=False)
+    assert found.token_ids == whole
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        TURN,  # there is no generation prompt
+        PROMPT + TURN,  # it comes first
+        "{% if add_generation_prompt %}<|im_start|>go{% endif %}",  # nothing else is there
+        TURN + "th{% if add_generation_prompt %}e{% endif %}",  # it joins the last token
+        TURN + "{% if not add_generation_prompt %}<|im_end|><|im_end|>{% endif %}",
+        "{% if not add_generation_prompt %}{{ raise_exception('no') }}{% endif %}" + TURN,
+    ],
+)
+def test_where_messages_end_may_not_be_known(tokenizer: Tokenizer, template: str) -> None:
+    found = encode(tokenizer, template)
+    assert found.message_end is None
+    text = render(template, [USER | {"content": "one"}, USER | {"content": "two"}])
+    assert found.token_ids == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_encoding_takes_the_variables_of_a_template(tokenizer: Tokenizer) -> None:
+    template = TURN + "{{ mood }}" + PROMPT
+    found = encode(tokenizer, template, mood="fine")
+    assert tokenizer.decode(
+        found.token_ids[: found.message_end], skip_special_tokens=False
+    ).endswith("<|im_end|>fine")
+    whole = encode(tokenizer, template, mood="fine", add_generation_prompt=False)
+    assert whole.token_ids == found.token_ids[: found.message_end]
+    assert whole.message_end is None
+
+
+def test_encoding_refuses_what_rendering_does(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="refused the messages"):
+        encode(tokenizer, "{{ raise_exception('no') }}")
 
 
 def test_time_is_local() -> None:

@@ -1,5 +1,70 @@
-"""Short depthwise causal convolution."""
+"""Short depthwise causal convolution.
 
-from gapless.ops.causal_conv.reference import causal_conv
+CUDA tensors go to the Triton kernels where those serve them, and to the torch definition
+otherwise, which is logged once per reason. The choice reads shapes only: no sync.
+"""
 
-__all__ = ["causal_conv"]
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import TYPE_CHECKING, Literal
+
+from gapless.ops.causal_conv import reference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["causal_conv", "convolve_window"]
+
+_logger = logging.getLogger(__name__)
+
+
+def causal_conv(
+    source: Tensor,  # [N, C]
+    taps: Tensor,  # [width, T] int64 rows of source, the token's own last
+    weight: Tensor,  # [C, width]
+    bias: Tensor | None,  # [C]
+    *,
+    activation: Literal["silu", "none"],
+) -> Tensor:  # [T, C] in source's dtype
+    """Return act(sum_w weight[:, w] source[taps[w]] + bias). Contract: `reference.causal_conv`."""
+    if source.is_cuda:
+        from gapless.ops.causal_conv import triton
+
+        reason = triton.unsupported(source)
+        if reason is None:
+            return triton.causal_conv(source, taps, weight, bias, activation=activation)
+        _log_fallback(reason)
+    return reference.causal_conv(source, taps, weight, bias, activation=activation)
+
+
+def convolve_window(
+    inputs: Tensor,  # [B * W, C], rows may be strided
+    ring: Tensor,  # [entries, C], written
+    write: Tensor,  # [B * W] int64 entries
+    taps: Tensor,  # [width, B * W] int64 entries, the token's own last
+    weight: Tensor,  # [C, width]
+    bias: Tensor | None,  # [C]
+    *,
+    num_rows: int,  # B
+    activation: Literal["silu", "none"],
+) -> Tensor:  # [B * W, C] in ring's dtype
+    """Store a window's inputs and convolve them. Contract: `reference.convolve_window`."""
+    if ring.is_cuda:
+        from gapless.ops.causal_conv import triton
+
+        reason = triton.unsupported(ring)
+        if reason is None:
+            return triton.convolve_window(
+                inputs, ring, write, taps, weight, bias, num_rows=num_rows, activation=activation
+            )
+        _log_fallback(reason)
+    return reference.convolve_window(
+        inputs, ring, write, taps, weight, bias, num_rows=num_rows, activation=activation
+    )
+
+
+@cache
+def _log_fallback(reason: str) -> None:
+    _logger.info("short convolution runs on torch operations: no kernel for %s", reason)

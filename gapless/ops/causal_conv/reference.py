@@ -32,3 +32,24 @@ def causal_conv(
     if activation == "silu":
         out = torch.nn.functional.silu(out)
     return out.to(source.dtype)
+
+
+def convolve_window(
+    inputs: Tensor,  # [B * W, C]
+    ring: Tensor,  # [entries, C], written
+    write: Tensor,  # [B * W] int64 entries
+    taps: Tensor,  # [width, B * W] int64 entries, the token's own last
+    weight: Tensor,  # [C, width]
+    bias: Tensor | None,  # [C]
+    *,
+    num_rows: int,  # B
+    activation: Literal["silu", "none"],
+) -> Tensor:  # [B * W, C] in ring's dtype
+    """Put the inputs of B windows into the ring, and return `causal_conv` over the ring.
+
+    Rows are independent: the taps of a row's tokens name no entry that another row writes, save
+    those of padded rows, whose outputs are anything.
+    """
+    assert len(write) % num_rows == 0, "every row has a window of the same length"
+    ring.index_copy_(0, write, inputs)
+    return causal_conv(ring, taps, weight, bias, activation=activation)

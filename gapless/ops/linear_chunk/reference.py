@@ -41,9 +41,15 @@ class ChunkIndices:
     active: tuple[int, ...]
     """Segments still running in round j; the chunks are ordered by (round, segment)."""
     init_rows: Tensor
-    """[S] int64: checkpoint row to start from, longest segment first; the zero row: fresh."""
+    """[S] int64: checkpoint row to start from, in the plan's order; the zero row: fresh."""
     final_rows: Tensor
     """[S] int64: checkpoint row to write, in the same order."""
+    num_cuts: tuple[int, ...]
+    """States to store after round j."""
+    cut_places: Tensor
+    """[N] int64: segments, as numbered in that order, whose state to store, round by round."""
+    cut_rows: Tensor
+    """[N] int64: checkpoint row of each."""
 
 
 @dataclass(frozen=True)
@@ -81,16 +87,16 @@ def chunk_prefill(
     l2norm_eps: float | None,
     scale: float,
 ) -> Tensor:  # [T, HV, V] in q's dtype
-    """Return the outputs of all packed tokens and write each segment's final state.
+    """Return the outputs of all packed tokens; write states at the cuts and each final state.
 
     With `l2norm_eps`, q and k are x * rsqrt(sum(x^2) + eps); q is then multiplied by `scale`.
-    Modified in place: `final_rows` of the checkpoint, all read before any is written.
+    Modified in place: `cut_rows` and `final_rows` of the checkpoint, once all `init_rows` are read.
     Accumulates in q's dtype promoted to at least float32.
     """
     chunks = _chunked(q, k, v, beta, log_decay, indices.gather, l2norm_eps, scale)
     terms = _terms(chunks, is_per_channel=recurrence is Recurrence.KIMI_DELTA)
     states = checkpoint.index_select(0, indices.init_rows).to(chunks.q.dtype)
-    d, out = _run_rounds(terms, states, indices.active)
+    d, out = _run_rounds(terms, states, checkpoint, indices)
     checkpoint.index_copy_(0, indices.final_rows, states.to(checkpoint.dtype))
     out.baddbmm_(terms.pair_q, d)
     places = out.view(chunks.v.shape).transpose(1, 2).flatten(0, 1)  # [C chunk, HV, V]
@@ -175,16 +181,17 @@ def _channel_pairs(chunks: _Chunks) -> tuple[Tensor, Tensor]:  # [C, HV, chunk, 
 def _run_rounds(
     terms: _Terms,
     states: Tensor,  # [S, HV, V, K]
-    active: tuple[int, ...],
+    checkpoint: Tensor,
+    indices: ChunkIndices,
 ) -> tuple[Tensor, Tensor]:  # d and (q exp G) S^T, [M, chunk, V] each
-    """Carry the states through their chunks; `states` is modified in place."""
+    """Carry the states through their chunks, in place, and store them at the cuts."""
     num_heads = states.shape[1]
     running = states.flatten(0, 1)
     size, num_queries = terms.free.shape[1], terms.queries.shape[1]
     has_delta = num_queries > size
     parts: list[tuple[Tensor, Tensor]] = []
-    start = 0
-    for num_active in active:
+    start, first_cut = 0, 0
+    for num_active, num_cuts in zip(indices.active, indices.num_cuts, strict=True):
         stop = start + num_active * num_heads
         state = running[: stop - start]
         read = torch.bmm(terms.queries[start:stop], state.transpose(1, 2))
@@ -194,4 +201,9 @@ def _run_rounds(
         state.mul_(terms.decay[start:stop]).baddbmm_(d.transpose(1, 2), terms.keys[start:stop])
         parts.append((d, read[:, num_queries - size :]))
         start = stop
+        if num_cuts:
+            cuts = slice(first_cut, first_cut + num_cuts)
+            wanted = states.index_select(0, indices.cut_places[cuts])
+            checkpoint.index_copy_(0, indices.cut_rows[cuts], wanted.to(checkpoint.dtype))
+            first_cut += num_cuts
     return torch.cat([d for d, _ in parts]), torch.cat([read for _, read in parts])

@@ -1,10 +1,94 @@
-"""Window read-out, fold and materialize of linear layers over checkpoint and replay ring."""
+"""Window read-out, fold and materialize of linear layers over checkpoint and replay ring.
 
-from gapless.ops.linear_replay.reference import (
-    ReplayIndices,
-    ReplayMemory,
-    materialize,
-    replay_window,
-)
+Tensors on a CUDA device go to the Triton kernels where those serve the shape, and to the torch
+definition otherwise, which is logged once per reason. The choice reads shapes only: no sync.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import TYPE_CHECKING
+
+from gapless.ops.linear_replay import reference
+from gapless.ops.linear_replay.reference import ReplayIndices, ReplayMemory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gapless.core.architecture import Recurrence
 
 __all__ = ["ReplayIndices", "ReplayMemory", "materialize", "replay_window"]
+
+_logger = logging.getLogger(__name__)
+
+
+def replay_window(
+    q: Tensor,  # [B, W, H, K]
+    k: Tensor,  # [B, W, H, K]
+    v: Tensor,  # [B, W, HV, V]
+    beta: Tensor | None,  # [B, W, HV], after the sigmoid; None for Mamba-2
+    log_decay: Tensor,  # [B, W, HV, Kd], at most 0
+    memory: ReplayMemory,
+    indices: ReplayIndices,
+    *,
+    recurrence: Recurrence,
+    l2norm_eps: float | None,
+    scale: float,
+    ancestors: Tensor | None = None,  # [B, W, W] bool, i itself included; None is a chain
+) -> Tensor:  # [B, W, HV, V] in q's dtype
+    """Return the outputs of a window of each row, fold, and put the window into the ring.
+
+    Contract and formulas: `reference.replay_window`.
+    """
+    if q.is_cuda:
+        from gapless.ops.linear_replay import triton
+
+        reason = triton.unsupported_window(
+            q.shape[1], indices.ring_read.shape[1], memory, recurrence, ancestors
+        )
+        if reason is None:
+            assert beta is not None, "a delta rule has beta"
+            return triton.replay_window(
+                q, k, v, beta, log_decay, memory, indices,
+                recurrence=recurrence, l2norm_eps=l2norm_eps, scale=scale,
+            )  # fmt: skip
+        _log_fallback(reason)
+    return reference.replay_window(
+        q, k, v, beta, log_decay, memory, indices,
+        recurrence=recurrence, l2norm_eps=l2norm_eps, scale=scale, ancestors=ancestors,
+    )  # fmt: skip
+
+
+def materialize(
+    memory: ReplayMemory,
+    ring_read: Tensor,  # [B, N] int64 entries from checkpoint_len on
+    mask: Tensor,  # [B, N] bool: the prefix wanted
+    *,
+    read_rows: Tensor,  # [B] int64, the zero row where checkpoint_len is 0
+    out_rows: Tensor,  # [B] int64
+    l2norm_eps: float | None,
+) -> None:
+    """Write the state after the masked prefix of the ring into `out_rows` of the checkpoint.
+
+    Contract: `reference.materialize`.
+    """
+    if ring_read.is_cuda:
+        from gapless.ops.linear_replay import triton
+
+        reason = triton.unsupported_memory(memory)
+        if reason is None:
+            triton.materialize(
+                memory, ring_read, mask,
+                read_rows=read_rows, out_rows=out_rows, l2norm_eps=l2norm_eps,
+            )  # fmt: skip
+            return
+        _log_fallback(reason)
+    reference.materialize(
+        memory, ring_read, mask, read_rows=read_rows, out_rows=out_rows, l2norm_eps=l2norm_eps
+    )
+
+
+@cache
+def _log_fallback(reason: str) -> None:
+    _logger.info("linear replay runs on torch operations: no kernel for %s", reason)

@@ -1,5 +1,77 @@
-"""Root-mean-square norms."""
+"""Root-mean-square norms: plain, of a sum, and gated.
 
-from gapless.ops.norm.reference import gated_rms_norm, rms_norm
+CUDA tensors go to the Triton kernels where those serve the shape, and to the torch definition
+otherwise, which is logged once per reason. The choice reads shapes only: no sync.
+"""
 
-__all__ = ["gated_rms_norm", "rms_norm"]
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import TYPE_CHECKING, Literal
+
+from gapless.ops.norm import reference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["add_rms_norm", "gated_rms_norm", "rms_norm"]
+
+_logger = logging.getLogger(__name__)
+
+
+def rms_norm(
+    x: Tensor,  # [..., D]
+    weight: Tensor,  # [D] acc dtype
+    eps: float,
+) -> Tensor:  # [..., D] in x's dtype
+    """Return x * rsqrt(mean(x^2) + eps) * weight. Contract: `reference.rms_norm`."""
+    if x.is_cuda:
+        from gapless.ops.norm import triton
+
+        reason = triton.unsupported(x, weight)
+        if reason is None:
+            return triton.rms_norm(x, weight, eps)
+        _log_fallback(reason)
+    return reference.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(
+    x: Tensor,  # [..., D]
+    term: Tensor,  # [..., D]
+    weight: Tensor,  # [D] acc dtype
+    eps: float,
+) -> tuple[Tensor, Tensor]:  # twice [..., D] in x's dtype
+    """Return x + term and its norm. Contract: `reference.add_rms_norm`."""
+    if x.is_cuda:
+        from gapless.ops.norm import triton
+
+        reason = triton.unsupported(x, weight)
+        if reason is None:
+            return triton.add_rms_norm(x, term, weight, eps)
+        _log_fallback(reason)
+    return reference.add_rms_norm(x, term, weight, eps)
+
+
+def gated_rms_norm(
+    x: Tensor,  # [..., V]
+    gate: Tensor,  # [..., V]
+    weight: Tensor,  # [V] acc dtype
+    eps: float,
+    *,
+    activation: Literal["silu", "sigmoid"],
+) -> Tensor:  # [..., V] in x's dtype
+    """Return rms_norm(x) * act(gate). Contract: `reference.gated_rms_norm`."""
+    if x.is_cuda:
+        from gapless.ops.norm import triton
+
+        reason = triton.unsupported(x, weight)
+        if reason is None:
+            return triton.gated_rms_norm(x, gate, weight, eps, activation=activation)
+        _log_fallback(reason)
+    return reference.gated_rms_norm(x, gate, weight, eps, activation=activation)
+
+
+@cache
+def _log_fallback(reason: str) -> None:
+    _logger.info("norms run on torch operations: no kernel for %s", reason)

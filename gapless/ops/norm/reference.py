@@ -1,4 +1,4 @@
-"""Root-mean-square norms, plain and gated; the definition, and the CPU path."""
+"""Root-mean-square norms, plain, of a sum and gated; the definition, and the CPU path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def rms_norm(
     x: Tensor,  # [..., D]
-    weight: Tensor,  # [D] acc dtype
+    weight: Tensor,  # [D] acc dtype, or [H, D] for x [T, H, D]
     eps: float,
 ) -> Tensor:  # [..., D] in x's dtype
     """Return x * rsqrt(mean(x^2) + eps) * weight, rounded to x's dtype once, at the end.
@@ -20,6 +20,17 @@ def rms_norm(
     `weight` is the whole factor: a model that stores it around zero passes 1 + w.
     """
     return _normed(x, weight, eps).to(x.dtype)
+
+
+def add_rms_norm(
+    x: Tensor,  # [..., D]
+    term: Tensor,  # [..., D]
+    weight: Tensor,  # [D] acc dtype
+    eps: float,
+) -> tuple[Tensor, Tensor]:  # twice [..., D] in x's dtype
+    """Return x + term, rounded to x's dtype, and `rms_norm` of that."""
+    total = x + term
+    return total, rms_norm(total, weight, eps)
 
 
 def gated_rms_norm(

@@ -1,9 +1,22 @@
-"""Sampling with noise keyed by seed, position and token id, and what goes with it."""
+"""Sampling with noise keyed by seed, position and token id, and what goes with it.
 
+CUDA tensors go to the Triton kernels where those serve them, and to the torch definition
+otherwise, which is logged once per reason. The choice reads shapes only: no sync.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import TYPE_CHECKING
+
+from gapless.ops.sampling import philox, reference
 from gapless.ops.sampling.edits import EditRows, edit_logits, edit_windows
 from gapless.ops.sampling.logprobs import packed_logprobs
-from gapless.ops.sampling.philox import gumbel_noise
-from gapless.ops.sampling.reference import SamplingMode, SamplingRows, sample
+from gapless.ops.sampling.reference import SamplingMode, SamplingRows
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "EditRows",
@@ -15,3 +28,41 @@ __all__ = [
     "packed_logprobs",
     "sample",
 ]
+
+_logger = logging.getLogger(__name__)
+
+
+def sample(
+    logits: Tensor,  # [N, V] float32 or wider, bias and penalties applied; not modified
+    positions: Tensor,  # [N] int64: position that the sampled token will occupy
+    rows: SamplingRows,
+    *,
+    mode: SamplingMode,
+) -> Tensor:  # [N] int64
+    """Return one token id per row; ties go to the lowest id. Contract: `reference.sample`."""
+    if logits.is_cuda:
+        from gapless.ops.sampling import triton
+
+        reason = triton.unsupported(logits)
+        if reason is None:
+            return triton.sample(logits, positions, rows, mode=mode)
+        _log_fallback(reason)
+    return reference.sample(logits, positions, rows, mode=mode)
+
+
+def gumbel_noise(
+    seeds: Tensor,  # [N] int64, all 64 bits used
+    positions: Tensor,  # [N] int64
+    vocab_size: int,
+) -> Tensor:  # [N, vocab_size] float32
+    """Return the noise that `sample` adds. Contract: `philox.gumbel_noise`."""
+    if seeds.is_cuda:
+        from gapless.ops.sampling import triton
+
+        return triton.gumbel_noise(seeds, positions, vocab_size)
+    return philox.gumbel_noise(seeds, positions, vocab_size)
+
+
+@cache
+def _log_fallback(reason: str) -> None:
+    _logger.info("sampling runs on torch operations: no kernel for %s", reason)

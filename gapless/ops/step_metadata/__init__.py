@@ -1,13 +1,26 @@
-"""Index tensors of one decode step, from the slot list and the slot table."""
+"""Index tensors of one decode step, from the slot list and the slot table.
 
+On a CUDA device one Triton launch makes them all; other devices take the torch chain that defines
+them, which is logged once.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import TYPE_CHECKING
+
+from gapless.ops.step_metadata import reference
 from gapless.ops.step_metadata.reference import (
     Geometry,
     SlotColumns,
     StepConstants,
     WindowIndices,
     kv_entries,
-    window_indices,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "Geometry",
@@ -17,3 +30,27 @@ __all__ = [
     "kv_entries",
     "window_indices",
 ]
+
+_logger = logging.getLogger(__name__)
+
+
+def window_indices(
+    slots: Tensor,  # [B] int64, padded rows name the null slot
+    columns: SlotColumns,
+    geometry: Geometry,
+    constants: StepConstants,
+    *,
+    window: int,  # W
+) -> WindowIndices:
+    """Derive a step's index tensors on the device. Contract: `reference.window_indices`."""
+    if slots.is_cuda:
+        from gapless.ops.step_metadata import triton
+
+        return triton.window_indices(slots, columns, geometry, window=window)
+    _log_fallback(slots.device.type)
+    return reference.window_indices(slots, columns, geometry, constants, window=window)
+
+
+@cache
+def _log_fallback(device: str) -> None:
+    _logger.info("step metadata runs on torch operations: no kernel for device %s", device)

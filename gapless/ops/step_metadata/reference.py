@@ -59,6 +59,25 @@ class Geometry:
         """Convolution ring entry of zeros, read below position 0."""
         return (self.num_slots + 1) * self.conv_ring_len
 
+    def conv_tail(self, row: int) -> range:
+        """Convolution entries of a state row's tail: the inputs before its position, in order."""
+        size = self.conv_width - 1
+        start = self.conv_zero + 1 + row * size
+        return range(start, start + size)
+
+    @property
+    def num_conv_entries(self) -> int:
+        """Convolution entries in all: rings, the zero entry, tails, the null row's included."""
+        return self.conv_tail(self.null_row).stop
+
+    @property
+    def hidden_ring_len(self) -> int:
+        """Positions whose hidden state a drafter keeps: a window's, and the one before it.
+
+        So the last committed one outlives a step that the host has not read.
+        """
+        return self.max_window + 1
+
     @property
     def num_replayed(self) -> int:
         """N: most committed entries a step can find in a ring, L - 1 + W_max."""

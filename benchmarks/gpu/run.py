@@ -1,0 +1,131 @@
+"""All GPU figures in one run: right first, then how fast.
+
+    python -m benchmarks.gpu.run --kernels [--only attention,small_ops] [--output figures.json]
+
+Each module compares its kernels with their definitions and then times them. A module whose checks
+fail prints no figure, and the run fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import statistics
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MODULES = ("linear_replay", "linear_chunk", "attention", "small_ops")
+CEILING_BYTES = 4 << 30
+REPLAYS = 9
+
+
+@dataclass
+class Report:
+    """What was checked and measured, by module."""
+
+    checks: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    figures: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+
+    def run(self, name: str, device: torch.device) -> None:
+        """Check a module's kernels, and time them if they are right."""
+        started = time.perf_counter()
+        try:
+            module = importlib.import_module(f"benchmarks.gpu.{name}")
+            self.checks[name] = module.check(device)
+            wrong = [result for result in self.checks[name] if not result["ok"]]
+            for result in wrong:
+                print(f"WRONG {name}: {result}")
+            if wrong:
+                self.failed.append(name)
+                return
+            print(f"{name}: {len(self.checks[name])} checks hold", flush=True)
+            self.figures[name] = module.measure(device)
+            print_table(self.figures[name])
+        except Exception:
+            traceback.print_exc()
+            self.failed.append(name)
+        finally:
+            print(f"{name} took {time.perf_counter() - started:.0f} s", flush=True)
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Print rows of figures; those with the same keys share a head."""
+    head: list[str] = []
+    for row in rows:
+        if list(row) != head:
+            head = list(row)
+            print(" | ".join(head))
+        print(" | ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
+
+
+def bandwidths(device: torch.device) -> dict[str, float]:
+    """Measure TB/s of a copy, an update in place, a sum and a fill of 4 GiB."""
+    x = torch.randn(CEILING_BYTES // 4, device=device)
+    y = torch.empty_like(x)
+    cases: dict[str, tuple[Callable[[], object], int]] = {
+        "copy": (lambda: y.copy_(x), 2),
+        "update": (lambda: x.mul_(1.0001), 2),
+        "sum": (lambda: x.sum(), 1),
+        "fill": (lambda: y.fill_(1.0), 1),
+    }
+    return {
+        name: CEILING_BYTES * passes / _seconds(run) / 1e12 for name, (run, passes) in cases.items()
+    }
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    times = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times[2:])
+
+
+def main() -> int:
+    """Run what is asked for, print it, and write the file if one is named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--only", default=",".join(MODULES))
+    parser.add_argument("--output", type=Path)
+    asked = parser.parse_args()
+    if not asked.kernels:
+        parser.error("nothing to run; want --kernels")
+    device = torch.device("cuda")
+    report, ceilings = Report(), bandwidths(device)
+    print("TB/s: " + ", ".join(f"{name} {value:.2f}" for name, value in ceilings.items()))
+    for name in asked.only.split(","):
+        report.run(name, device)
+    if asked.output is not None:
+        record = {
+            "command": " ".join(["python -m benchmarks.gpu.run", *sys.argv[1:]]),
+            "date": str(date.today()),
+            "gpu": torch.cuda.get_device_name(device),
+            "versions": {"torch": torch.__version__, "triton": triton.__version__},
+            "bandwidth_TB_s": ceilings,
+            "checks": report.checks,
+            "figures": report.figures,
+        }
+        asked.output.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"failed: {', '.join(report.failed)}" if report.failed else "all checks hold")
+    return 1 if report.failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

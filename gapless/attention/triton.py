@@ -1,0 +1,95 @@
+"""Full attention with Triton kernels, planned without a word from the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from gapless.ops.paged_attention.triton import (
+    paged_prefill_attention,
+    paged_window_attention,
+    prefill_tiles,
+    prefill_tiling,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class _Window:
+    slots: Tensor  # [B]
+    positions: Tensor  # [B, W]
+    page_table: Tensor  # [slots + 1, P]
+    page_size: int
+    kv_len: int
+    first: int
+
+    def run(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
+        return paged_window_attention(
+            q,
+            kv,
+            self.slots,
+            self.positions,
+            self.page_table,
+            scale,
+            page_size=self.page_size,
+            kv_len=self.kv_len,
+            first=self.first,
+        )
+
+
+@dataclass(frozen=True)
+class _Prefill:
+    kv_read: Tensor  # [S]
+    segments: tuple[tuple[int, int, int, int], ...]
+    _tiles: dict[int, Tensor] = field(default_factory=dict)  # by tokens per tile
+
+    def run(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
+        group = q.shape[1] // kv.shape[2]
+        num_tokens = prefill_tiling(group, q.shape[2], q.dtype).block_m // group
+        # the first layer of a shape sends the tiles up for all
+        tiles = self._tiles.get(num_tokens)
+        if tiles is None:
+            tiles = _upload(prefill_tiles(self.segments, num_tokens), q.device)
+            self._tiles[num_tokens] = tiles
+        return paged_prefill_attention(q, kv, self.kv_read, tiles, scale)
+
+
+class TritonAttention:
+    """Walks page tables on the device; the reference's plan arguments, nothing gathered."""
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, *, page_size: int, max_len: int, device: str) -> None:
+        del max_len, device
+        self._page_size = page_size
+
+    def plan_window(
+        self,
+        slots: Tensor,
+        positions: Tensor,
+        page_table: Tensor,
+        *,
+        kv_len: int,
+        first: int = 0,
+    ) -> _Window:
+        """See `AttentionBackend`."""
+        return _Window(slots, positions, page_table, self._page_size, kv_len, first)
+
+    def plan_prefill(
+        self, kv_read: Tensor, segments: tuple[tuple[int, int, int, int], ...]
+    ) -> _Prefill:
+        """See `AttentionBackend`."""
+        return _Prefill(kv_read, segments)
+
+
+def _upload(array: np.ndarray, device: torch.device) -> Tensor:
+    """Send an array up without waiting; the caching allocator keeps its pinned copy until then."""
+    host = torch.from_numpy(array)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return torch.empty(host.shape, dtype=host.dtype, device=device).copy_(host, non_blocking=True)

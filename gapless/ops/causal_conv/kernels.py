@@ -1,0 +1,92 @@
+"""The kernels behind `triton.py`."""
+
+# ruff: noqa: PLR0913, PLR0917
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _causal_conv_kernel(
+    source,
+    taps,
+    weight,
+    bias,
+    out,
+    num_tokens,
+    stride_source,
+    C: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_SILU: tl.constexpr,
+):
+    """A program owns some channels of some tokens; neighbours find each other's rows in cache."""
+    o_t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    o_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    m_t, m_c = o_t < num_tokens, o_c < C
+    mask = m_t[:, None] & m_c[None, :]
+    b_sum = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+    for i_tap in tl.static_range(WIDTH):
+        b_tap = tl.load(taps + i_tap * num_tokens + o_t, mask=m_t, other=0)
+        p_x = source + b_tap[:, None] * stride_source + o_c[None, :]
+        b_x = tl.load(p_x, mask=mask, other=0.0).to(tl.float32)
+        b_w = tl.load(weight + o_c * WIDTH + i_tap, mask=m_c, other=0.0).to(tl.float32)
+        b_sum += b_x * b_w[None, :]
+    if HAS_BIAS:
+        b_sum += tl.load(bias + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
+    if IS_SILU:
+        b_sum = b_sum / (1.0 + tl.exp(-b_sum))
+    p_out = out + o_t.to(tl.int64)[:, None] * C + o_c[None, :]
+    tl.store(p_out, b_sum.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _convolve_window_kernel(
+    inputs,
+    ring,
+    write,
+    taps,
+    weight,
+    bias,
+    out,
+    stride_input,
+    num_tokens,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_SILU: tl.constexpr,
+):
+    """A program owns some channels of one row's window: it reads what only itself writes."""
+    i_first = tl.program_id(1) * W
+    o_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    m_c = o_c < C
+    for i_w in range(W):
+        i_token = (i_first + i_w).to(tl.int64)
+        b_x = tl.load(inputs + i_token * stride_input + o_c, mask=m_c)
+        tl.store(ring + tl.load(write + i_token) * C + o_c, b_x, mask=m_c)
+    if W > 1:
+        # other threads may read what this one has stored
+        tl.debug_barrier()
+    for i_w in range(W):
+        i_token = (i_first + i_w).to(tl.int64)
+        b_sum = tl.zeros([BLOCK_C], tl.float32)
+        for i_tap in tl.static_range(WIDTH):
+            if i_tap == WIDTH - 1:
+                # the token itself: the ring has it by now, but not sooner than here
+                b_x = tl.load(inputs + i_token * stride_input + o_c, mask=m_c, other=0.0)
+            else:
+                i_entry = tl.load(taps + i_tap * num_tokens + i_token)
+                b_x = tl.load(ring + i_entry * C + o_c, mask=m_c, other=0.0)
+            b_w = tl.load(weight + o_c * WIDTH + i_tap, mask=m_c, other=0.0).to(tl.float32)
+            b_sum += b_x.to(tl.float32) * b_w
+        if HAS_BIAS:
+            b_sum += tl.load(bias + o_c, mask=m_c, other=0.0).to(tl.float32)
+        if IS_SILU:
+            b_sum = b_sum / (1.0 + tl.exp(-b_sum))
+        tl.store(out + i_token * C + o_c, b_sum.to(out.dtype.element_ty), mask=m_c)

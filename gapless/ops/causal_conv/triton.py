@@ -1,0 +1,104 @@
+"""The convolutions of `reference.py` in one launch each, with float32 sums."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import triton
+
+from gapless.ops.causal_conv.kernels import _causal_conv_kernel, _convolve_window_kernel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCK_TOKENS = 16
+BLOCK_CHANNELS = 256
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def unsupported(source: Tensor) -> str | None:
+    """Return why the kernels cannot serve these inputs, None if they can."""
+    return None if source.dtype in _DTYPES else f"inputs of {source.dtype}"
+
+
+def causal_conv(
+    source: Tensor,
+    taps: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    activation: Literal["silu", "none"],
+) -> Tensor:
+    """See `reference.causal_conv`. Rows of `source` may be strided."""
+    assert source.stride(1) == 1, "channels are contiguous"
+    _assert_contiguous(weight, taps)
+    width, num_tokens = taps.shape
+    channels = source.shape[1]
+    out = torch.empty(num_tokens, channels, dtype=source.dtype, device=source.device)
+    block_c = min(BLOCK_CHANNELS, triton.next_power_of_2(channels))
+    grid = (triton.cdiv(channels, block_c), triton.cdiv(num_tokens, BLOCK_TOKENS))
+    if num_tokens:
+        _causal_conv_kernel[grid](
+            source,
+            taps,
+            weight,
+            weight if bias is None else bias,
+            out,
+            num_tokens,
+            source.stride(0),
+            C=channels,
+            WIDTH=width,
+            BLOCK_T=BLOCK_TOKENS,
+            BLOCK_C=block_c,
+            HAS_BIAS=bias is not None,
+            IS_SILU=activation == "silu",
+            num_warps=4,
+        )
+    return out
+
+
+def convolve_window(
+    inputs: Tensor,
+    ring: Tensor,
+    write: Tensor,
+    taps: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    num_rows: int,
+    activation: Literal["silu", "none"],
+) -> Tensor:
+    """See `reference.convolve_window`. Each token's last tap is the token itself."""
+    assert inputs.stride(1) == 1, "channels are contiguous"
+    _assert_contiguous(ring, weight, taps)
+    assert inputs.dtype == ring.dtype, f"{inputs.dtype} into a ring of {ring.dtype}"
+    width, num_tokens = taps.shape
+    window, rest = divmod(num_tokens, num_rows)
+    assert rest == 0, "every row has a window of the same length"
+    channels = ring.shape[1]
+    out = torch.empty(num_tokens, channels, dtype=ring.dtype, device=ring.device)
+    block_c = min(BLOCK_CHANNELS, triton.next_power_of_2(channels))
+    _convolve_window_kernel[triton.cdiv(channels, block_c), num_rows](
+        inputs,
+        ring,
+        write,
+        taps,
+        weight,
+        weight if bias is None else bias,
+        out,
+        inputs.stride(0),
+        num_tokens,
+        C=channels,
+        W=window,
+        WIDTH=width,
+        BLOCK_C=block_c,
+        HAS_BIAS=bias is not None,
+        IS_SILU=activation == "silu",
+        num_warps=1,
+    )
+    return out
+
+
+def _assert_contiguous(*tensors: Tensor) -> None:
+    assert all(tensor.is_contiguous() for tensor in tensors), "ring, weight and taps are contiguous"

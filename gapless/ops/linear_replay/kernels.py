@@ -1,0 +1,612 @@
+"""Triton kernels of the replay window; formulas in `reference.py`, launches in `triton.py`.
+
+A program owns one row, one value head and a run of value channels. What depends on keys alone, the
+scores of ring and window, it works out once; then it streams its run of the state in blocks of BV
+channels, each read once, with the next blocks' reads in flight. A row that folds (most do not)
+first folds its run in memory, and reads its outputs out of the folded state and the ring entries
+that are left: the same sum, and no entry counts twice. Ring entries are walked from the newest
+back: the decay from an entry to the window is then a running sum, at most zero, with nothing to
+subtract.
+"""
+
+# ruff: noqa: B007, PLR0912, PLR0913, PLR0915, PLR0917, RUF005
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _exp(x):
+    """Return exp of x <= 0 to one rounding: the hardware's exp2 is exact at integers only.
+
+    A checkpoint is multiplied by such a factor at every fold, so a biased one would add up.
+    """
+    x = tl.maximum(x, -104.0)
+    n = tl.floor(x * 1.4426950408889634 + 0.5)
+    r = (x - n * 0.693145751953125) - n * 1.428606765330187e-06
+    p = 1.0 / 720 + r * (1.0 / 5040)
+    p = 1.0 / 120 + r * p
+    p = 1.0 / 24 + r * p
+    p = 1.0 / 6 + r * p
+    p = 0.5 + r * p
+    p = 1.0 + r * p
+    return (1.0 + r * p) * tl.exp2(n)
+
+
+@triton.jit
+def _fold(
+    checkpoint,
+    d_ring,
+    k_ring,
+    g_ring,
+    entries,  # pointer to the row's ring entries, oldest first
+    count,  # how many to fold
+    read_row,
+    out_row,
+    i_head,
+    i_key_head,
+    o_v,
+    eps,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    IS_PER_CHANNEL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Fold a block of value channels: fp32 products, each weight one exponential of one sum."""
+    o_k = tl.arange(0, K)
+    o_state = i_head * (V * K) + o_v[:, None] * K + o_k[None, :]
+    state = tl.load(checkpoint + read_row * (HV * V * K) + o_state).to(tl.float32)
+    p_g = g_ring + i_head * (K if IS_PER_CHANNEL else 1)
+    if IS_PER_CHANNEL:
+        p_g += o_k
+    since = o_k * 0.0 if IS_PER_CHANNEL else 0.0
+    total = since
+    for j in range(count):
+        total += tl.load(p_g + tl.load(entries + j) * (HV * K if IS_PER_CHANNEL else HV))
+    state *= _exp(total)
+    for r in range(count):
+        entry = tl.load(entries + count - 1 - r)
+        key = tl.load(k_ring + (entry * H + i_key_head) * K + o_k).to(tl.float32)
+        d = tl.load(d_ring + (entry * HV + i_head) * V + o_v)
+        if HAS_NORM:
+            key *= tl.rsqrt(tl.sum(key * key) + eps)
+        key *= tl.exp(since)
+        state += d[:, None] * key[None, :]
+        since += tl.load(p_g + entry * (HV * K if IS_PER_CHANNEL else HV))
+    p_out = checkpoint + out_row * (HV * V * K) + o_state
+    tl.store(p_out, state.to(checkpoint.dtype.element_ty))
+
+
+@triton.jit
+def _start(
+    checkpoint,
+    d_ring,
+    k_ring,
+    g_ring,
+    ring_read,
+    fold_mask,
+    read_rows,
+    fold_rows,
+    i_row,
+    i_head,
+    i_run,
+    zero_entry,
+    eps,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    IS_PER_CHANNEL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Fold what the step folds of a program's run of channels.
+
+    Returns how many ring entries the row holds, how many of them it has folded, and the
+    checkpoint row to read from here on.
+    """
+    o_n = tl.arange(0, triton.next_power_of_2(N))
+    entries = ring_read + i_row * N
+    entry = tl.load(entries + o_n, mask=o_n < N, other=zero_entry)
+    is_folded = tl.load(fold_mask + i_row * N + o_n, mask=o_n < N, other=0)
+    num_ring = tl.sum((entry != zero_entry).to(tl.int32))
+    num_folded = tl.sum(is_folded.to(tl.int32))
+    row = tl.load(read_rows + i_row)
+    if num_folded > 0:
+        read_row = row
+        row = tl.load(fold_rows + i_row)
+        for i_block in range(BLOCKS):
+            _fold(
+                checkpoint, d_ring, k_ring, g_ring, entries, num_folded, read_row, row, i_head,
+                i_head // (HV // H), (i_run * BLOCKS + i_block) * BV + tl.arange(0, BV), eps,
+                H, HV, K, V, IS_PER_CHANNEL, HAS_NORM,
+            )  # fmt: skip
+        # other threads of the program read what this one has stored
+        tl.debug_barrier()
+    return num_ring, num_folded, row
+
+
+@triton.jit
+def _store_inputs(
+    p_key,
+    p_g,
+    entry,
+    k_ring,
+    g_ring,
+    i_head,
+    i_key_head,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    IS_PER_CHANNEL: tl.constexpr,
+):
+    """Copy a token's log decay, and its key once per key head, to a ring entry."""
+    o_k = tl.arange(0, K)
+    if IS_PER_CHANNEL:
+        tl.store(g_ring + (entry * HV + i_head) * K + o_k, tl.load(p_g + o_k))
+    else:
+        tl.store(g_ring + entry * HV + i_head, tl.load(p_g))
+    if i_head % (HV // H) == 0:
+        key = tl.load(p_key + o_k).to(k_ring.dtype.element_ty)
+        tl.store(k_ring + (entry * H + i_key_head) * K + o_k, key)
+
+
+@triton.jit
+def _replay_decode_kernel(
+    q,
+    k,
+    v,
+    beta,
+    log_decay,
+    out,
+    checkpoint,
+    d_ring,
+    k_ring,
+    g_ring,
+    ring_read,
+    ring_write,
+    fold_mask,
+    read_rows,
+    fold_rows,
+    q_stride,
+    k_stride,
+    v_stride,
+    beta_stride,
+    g_stride,
+    zero_entry,
+    scale,
+    eps,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of BV channels in a program's run
+    STAGES: tl.constexpr,  # of them in flight
+    KB: tl.constexpr,
+    IS_PER_CHANNEL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """A window of one token: two vectors, so plain fp32 sums.
+
+    A block is a tuple of [BV, KB] tiles, KB being what 8 threads load at 16 bytes each: sums over
+    K are then taken within a thread, and at the end over 8 lanes, not 32. Vectors are tuples of
+    [KB] loaded where they are used, without passing through shared memory.
+    """
+    i_head, i_row = tl.program_id(0) // (V // BV // BLOCKS), tl.program_id(1).to(tl.int64)
+    i_run, i_key_head = tl.program_id(0) % (V // BV // BLOCKS), i_head // (HV // H)
+    entries = ring_read + i_row * N
+    o_k = tl.arange(0, KB)
+    if N == 1:
+        # L = 1: the state takes in its one entry where it is read anyway
+        row = tl.load(read_rows + i_row)
+        fold_row = tl.load(fold_rows + i_row)
+        is_folding = tl.load(fold_mask + i_row) != 0
+        folded = tl.load(entries)
+        p_folded = k_ring + (folded * H + i_key_head) * K + o_k
+        squares = o_k * 0.0
+        for c in tl.static_range(K // KB):
+            folded_key = tl.load(p_folded + c * KB).to(tl.float32)
+            squares += folded_key * folded_key
+        folded_scale = 1.0
+        if HAS_NORM:
+            folded_scale = tl.rsqrt(tl.sum(squares) + eps)
+        p_folded_g = g_ring + (folded * HV + i_head) * (K if IS_PER_CHANNEL else 1)
+        folded_keys = ()
+        folded_decay = ()
+        for c in tl.static_range(K // KB):
+            folded_key = tl.load(p_folded + c * KB).to(tl.float32) * folded_scale
+            folded_keys = folded_keys + (folded_key,)
+            if IS_PER_CHANNEL:
+                folded_decay = folded_decay + (_exp(tl.load(p_folded_g + c * KB + o_k)),)
+            else:
+                folded_decay = folded_decay + (_exp(tl.load(p_folded_g)),)
+    else:
+        num_ring, num_folded, row = _start(
+            checkpoint, d_ring, k_ring, g_ring, ring_read, fold_mask, read_rows, fold_rows,
+            i_row, i_head, i_run, zero_entry, eps,
+            N, H, HV, K, V, BV, BLOCKS, IS_PER_CHANNEL, HAS_NORM,
+        )  # fmt: skip
+        num_live = num_ring - num_folded
+
+    p_key = k + i_row * k_stride + i_key_head * K
+    p_query = q + i_row * q_stride + i_key_head * K
+    key_squares = o_k * 0.0
+    query_squares = o_k * 0.0
+    products = o_k * 0.0
+    for c in tl.static_range(K // KB):
+        key = tl.load(p_key + c * KB + o_k).to(tl.float32)
+        query = tl.load(p_query + c * KB + o_k).to(tl.float32)
+        key_squares += key * key
+        query_squares += query * query
+        products += key * query
+    key_scale, query_scale = 1.0, scale
+    if HAS_NORM:
+        key_scale = tl.rsqrt(tl.sum(key_squares) + eps)
+        query_scale *= tl.rsqrt(tl.sum(query_squares) + eps)
+    own_score = tl.sum(products) * (key_scale * query_scale)
+    p_g = log_decay + i_row * g_stride + i_head * (K if IS_PER_CHANNEL else 1)
+    keys = ()
+    queries = ()
+    since = ()
+    for c in tl.static_range(K // KB):
+        key = tl.load(p_key + c * KB + o_k).to(tl.float32) * key_scale
+        query = tl.load(p_query + c * KB + o_k).to(tl.float32) * query_scale
+        if IS_PER_CHANNEL:
+            decay = tl.exp(tl.load(p_g + c * KB + o_k))
+            key *= decay
+            query *= decay
+            since = since + (o_k * 0.0,)
+        keys = keys + (key,)
+        queries = queries + (query,)
+    if not IS_PER_CHANNEL:
+        since = (tl.load(p_g),)
+
+    # scores of 16 ring entries at a time, the newest first
+    p_d = ()
+    key_scores = ()
+    query_scores = ()
+    for i in tl.static_range((N + 14) // 16):
+        r = i * 16 + tl.arange(0, 16)
+        m_newer = (r < num_live) & (r > 0)
+        entry = tl.load(entries + num_ring - 1 - r, mask=r < num_live, other=0)
+        newer = tl.load(entries + num_ring - r, mask=m_newer, other=0)
+        p_keys = k_ring + ((entry * H + i_key_head) * K)[:, None] + o_k[None, :]
+        squares = tl.zeros([16, KB], tl.float32)
+        key_score = tl.zeros([16, KB], tl.float32)
+        query_score = tl.zeros([16, KB], tl.float32)
+        later = ()
+        for c in tl.static_range(K // KB):
+            ring_key = tl.load(p_keys + c * KB, mask=(r < num_live)[:, None], other=0)
+            ring_key = ring_key.to(tl.float32)
+            squares += ring_key * ring_key
+            if IS_PER_CHANNEL:
+                p_newer = g_ring + ((newer * HV + i_head) * K)[:, None] + (c * KB + o_k)[None, :]
+                g = tl.load(p_newer, mask=m_newer[:, None], other=0)
+                ring_key *= tl.exp(tl.cumsum(g, 0) + since[c][None, :])
+                later = later + (since[c] + tl.sum(g, 0),)
+            key_score += ring_key * keys[c][None, :]
+            query_score += ring_key * queries[c][None, :]
+        weight = tl.full([16], 1.0, tl.float32)
+        if HAS_NORM:
+            weight = tl.rsqrt(tl.sum(squares, 1) + eps)
+        if not IS_PER_CHANNEL:
+            g_newer = tl.load(g_ring + newer * HV + i_head, mask=m_newer, other=0)
+            weight *= tl.exp(tl.cumsum(g_newer, 0) + since[0])
+            later = (since[0] + tl.sum(g_newer, 0),)
+        since = later
+        weight = tl.where(r < num_live, weight, 0.0)
+        key_scores = key_scores + (tl.sum(key_score, 1) * weight,)
+        query_scores = query_scores + (tl.sum(query_score, 1) * weight,)
+        p_d = p_d + (d_ring + (entry * HV + i_head) * V,)
+
+    # each entry met its newer neighbour's decay; the oldest one's own is left for the state
+    state_keys = keys
+    state_queries = queries
+    if N > 1:
+        oldest = tl.load(entries + num_folded, mask=num_live > 0, other=0)
+        if IS_PER_CHANNEL:
+            state_keys = ()
+            state_queries = ()
+            for c in tl.static_range(K // KB):
+                p_oldest = g_ring + (oldest * HV + i_head) * K + c * KB + o_k
+                g_oldest = tl.load(p_oldest, mask=(num_live > 0) & (o_k >= 0), other=0)
+                state_keys = state_keys + (keys[c] * tl.exp(since[c] + g_oldest),)
+                state_queries = state_queries + (queries[c] * tl.exp(since[c] + g_oldest),)
+        else:
+            g_oldest = tl.load(g_ring + oldest * HV + i_head, mask=num_live > 0, other=0)
+            since = (since[0] + g_oldest,)
+    decay = 1.0
+    if not IS_PER_CHANNEL:
+        decay = tl.exp(since[0])
+
+    b_beta = tl.load(beta + i_row * beta_stride + i_head).to(tl.float32)
+    written = tl.load(ring_write + i_row)
+    p_state = checkpoint + row * (HV * V * K) + i_head * (V * K)
+    for i_block in tl.range(0, BLOCKS, num_stages=STAGES):
+        o_v = (i_run * BLOCKS + i_block) * BV + tl.arange(0, BV)
+        key_sum = tl.zeros([BV, KB], tl.float32)
+        query_sum = tl.zeros([BV, KB], tl.float32)
+        if N == 1:
+            p_d_folded = d_ring + (folded * HV + i_head) * V + o_v
+            d_folded = tl.load(p_d_folded, mask=is_folding & (o_v >= 0), other=0)
+        for c in tl.static_range(K // KB):
+            o_tile = o_v[:, None] * K + (c * KB + o_k)[None, :]
+            state = tl.load(p_state + o_tile).to(tl.float32)
+            if N == 1:
+                state *= tl.where(is_folding, folded_decay[c], 1.0)
+                state += d_folded[:, None] * folded_keys[c][None, :]
+                p_fold = checkpoint + fold_row * (HV * V * K) + i_head * (V * K) + o_tile
+                is_stored = is_folding & (o_tile >= 0)
+                tl.store(p_fold, state.to(checkpoint.dtype.element_ty), mask=is_stored)
+            key_sum += state * state_keys[c][None, :]
+            query_sum += state * state_queries[c][None, :]
+        past_key = tl.sum(key_sum, 1) * decay
+        past_query = tl.sum(query_sum, 1) * decay
+        for i in tl.static_range((N + 14) // 16):
+            m_live = i * 16 + tl.arange(0, 16) < num_live
+            ring_d = tl.load(p_d[i][:, None] + o_v[None, :], mask=m_live[:, None], other=0)
+            past_key += tl.sum(ring_d * key_scores[i][:, None], 0)
+            past_query += tl.sum(ring_d * query_scores[i][:, None], 0)
+        value = tl.load(v + i_row * v_stride + i_head * V + o_v).to(tl.float32)
+        d = b_beta * (value - past_key)
+        o = past_query + own_score * d
+        tl.store(out + (i_row * HV + i_head) * V + o_v, o.to(out.dtype.element_ty))
+        tl.store(d_ring + (written * HV + i_head) * V + o_v, d)
+    if i_run == 0:
+        _store_inputs(
+            p_key, p_g, written, k_ring, g_ring, i_head, i_key_head, H, HV, K, IS_PER_CHANNEL
+        )
+
+
+@triton.jit
+def _dot(a, b, acc, SPLIT_A: tl.constexpr, SPLIT_B: tl.constexpr):
+    """Add a @ b; a split operand enters as two of the matrix units' 11-bit heads, 22 bits in all.
+
+    Values read as bf16 or fp16 fit the head, and need no split.
+    """
+    if SPLIT_A:
+        a_head = (a.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        acc = tl.dot(a - a_head, b, acc=acc, input_precision="tf32")
+        a = a_head
+    if SPLIT_B:
+        b_head = (b.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        acc = tl.dot(a, b - b_head, acc=acc, input_precision="tf32")
+        b = b_head
+    return tl.dot(a, b, acc=acc, input_precision="tf32")
+
+
+@triton.jit
+def _replay_window_kernel(
+    q,
+    k,
+    v,
+    beta,
+    log_decay,
+    out,
+    checkpoint,
+    d_ring,
+    k_ring,
+    g_ring,
+    ring_read,
+    ring_write,
+    fold_mask,
+    read_rows,
+    fold_rows,
+    q_stride,
+    q_token_stride,
+    k_stride,
+    k_token_stride,
+    v_stride,
+    v_token_stride,
+    beta_stride,
+    beta_token_stride,
+    g_stride,
+    g_token_stride,
+    zero_entry,
+    scale,
+    eps,
+    N: tl.constexpr,
+    W: tl.constexpr,
+    HALF: tl.constexpr,  # power of two of at least 4 and W
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of BV channels in a program's run
+    STAGES: tl.constexpr,  # of them in flight
+    KB: tl.constexpr,  # key channels of a tile
+    IS_PER_CHANNEL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    SPLIT_X: tl.constexpr,
+    SPLIT_STATE: tl.constexpr,
+    SPLIT_D: tl.constexpr,
+):
+    """A window of 2 to 16 tokens: matrix units read 2 * HALF vectors at once, keys then queries.
+
+    Columns of `y` [BV, 2 * HALF] are first what each vector reads out of the past, and at the end
+    d of each key and the output of each query: node j's d, once known, is added to every later
+    key's column and every query's from j on, which is forward substitution and the output at once.
+    """
+    i_head, i_row = tl.program_id(0) // (V // BV // BLOCKS), tl.program_id(1).to(tl.int64)
+    i_run, i_key_head = tl.program_id(0) % (V // BV // BLOCKS), i_head // (HV // H)
+    num_ring, num_folded, row = _start(
+        checkpoint, d_ring, k_ring, g_ring, ring_read, fold_mask, read_rows, fold_rows,
+        i_row, i_head, i_run, zero_entry, eps,
+        N, H, HV, K, V, BV, BLOCKS, IS_PER_CHANNEL, HAS_NORM,
+    )  # fmt: skip
+    entries = ring_read + i_row * N
+    num_live = num_ring - num_folded
+    o_k = tl.arange(0, KB)
+    o_x = tl.arange(0, 2 * HALF)
+    node = o_x % HALF
+    m_key = o_x < W
+    m_query = (o_x >= HALF) & (node < W)
+    p_key = k + i_row * k_stride + i_key_head * K
+    p_query = q + i_row * q_stride + i_key_head * K
+    p_g = log_decay + i_row * g_stride + i_head * (K if IS_PER_CHANNEL else 1)
+    x = ()
+    squares = tl.zeros([2 * HALF, KB], tl.float32)
+    for c in tl.static_range(K // KB):
+        p_keys = p_key + (node * k_token_stride)[:, None] + (c * KB + o_k)[None, :]
+        p_queries = p_query + (node * q_token_stride)[:, None] + (c * KB + o_k)[None, :]
+        vectors = tl.load(p_keys, mask=m_key[:, None], other=0).to(tl.float32)
+        vectors += tl.load(p_queries, mask=m_query[:, None], other=0).to(tl.float32)
+        squares += vectors * vectors
+        x = x + (vectors,)
+    x_scale = tl.where(m_query, scale, 1.0)
+    if HAS_NORM:
+        x_scale *= tl.where(m_key | m_query, tl.rsqrt(tl.sum(squares, 1) + eps), 0.0)
+    p_beta = beta + i_row * beta_stride + i_head + node * beta_token_stride
+    b_beta = tl.load(p_beta, mask=m_key, other=0).to(tl.float32)
+
+    # weights [j, i] with which node j's d enters column i
+    m_from = (o_x < W)[:, None] & (m_query[None, :] & (node[None, :] >= o_x[:, None]))
+    m_from |= (o_x < W)[:, None] & (m_key[None, :] & (node[None, :] > o_x[:, None]))
+    weights = tl.zeros([2 * HALF, 2 * HALF], tl.float32)
+    column = x_scale
+    decayed_x = ()
+    if IS_PER_CHANNEL:
+        # node by node from the last: `decay` sums g over the nodes after it, up to the column's own
+        decay = ()
+        for c in tl.static_range(K // KB):
+            decay = decay + (tl.zeros([2 * HALF, KB], tl.float32),)
+        for i in tl.range(0, W, num_stages=1):
+            last = W - 1 - i
+            products = tl.zeros([2 * HALF, KB], tl.float32)
+            up_to = ()
+            for c in tl.static_range(K // KB):
+                key = tl.load(p_key + last * k_token_stride + c * KB + o_k).to(tl.float32)
+                products += x[c] * tl.exp(decay[c]) * key[None, :]
+                g = tl.load(p_g + last * g_token_stride + c * KB + o_k)
+                up_to = up_to + (decay[c] + tl.where((node >= last)[:, None], g[None, :], 0.0),)
+            decay = up_to
+            score = tl.sum(products, 1)[None, :]
+            weights = tl.where(o_x[:, None] == last, score, weights)
+        weights = tl.where(m_from, weights, 0.0)
+        for c in tl.static_range(K // KB):
+            decayed_x = decayed_x + (x[c] * tl.exp(decay[c]),)
+    else:
+        p_node = p_g + o_x * g_token_stride
+        g = tl.load(p_node, mask=m_key, other=0)
+        to_column = tl.sum(tl.where(o_x[:, None] <= node[None, :], g[:, None], 0.0), 0)
+        to_row = tl.sum(tl.where(o_x[None, :] <= o_x[:, None], g[None, :], 0.0), 1)
+        for c in tl.static_range(K // KB):
+            weights = _dot(x[c], tl.trans(x[c]), weights, SPLIT_X, SPLIT_X)
+        exponent = tl.where(m_from, to_column[None, :] - to_row[:, None], float("-inf"))
+        weights *= tl.exp(exponent)
+        column *= tl.exp(to_column)
+        decayed_x = x
+    weights *= x_scale[:, None] * (tl.where(m_key, -b_beta, 1.0) * x_scale)[None, :]
+
+    # scores of the ring entries, the newest first; each meets its newer neighbour's decay, and
+    # the oldest one's own is left for the state
+    state_column = column
+    state_x = decayed_x
+    if N > W:
+        r = tl.arange(0, triton.next_power_of_2(N - W) if N - W > 16 else 16)
+        m_live = r < num_live
+        m_newer = m_live & (r > 0)
+        entry = tl.load(entries + num_ring - 1 - r, mask=m_live, other=0)
+        newer = tl.load(entries + num_ring - r, mask=m_newer, other=0)
+        oldest = tl.load(entries + num_folded, mask=num_live > 0, other=0)
+        p_keys = k_ring + ((entry * H + i_key_head) * K)[:, None] + o_k[None, :]
+        p_newer = g_ring + (newer * HV + i_head) * (K if IS_PER_CHANNEL else 1)
+        p_oldest = g_ring + (oldest * HV + i_head) * (K if IS_PER_CHANNEL else 1)
+        p_d = d_ring + ((entry * HV + i_head) * V)[None, :]
+        ring_squares = tl.zeros([r.shape[0], KB], tl.float32)
+        scores = tl.zeros([r.shape[0], 2 * HALF], tl.float32)
+        state_x = ()
+        for c in tl.static_range(K // KB):
+            ring_keys = tl.load(p_keys + c * KB, mask=m_live[:, None], other=0).to(tl.float32)
+            ring_squares += ring_keys * ring_keys
+            if IS_PER_CHANNEL:
+                o_c = c * KB + o_k
+                g_newer = tl.load(p_newer[:, None] + o_c[None, :], mask=m_newer[:, None], other=0)
+                ring_keys *= tl.exp(tl.cumsum(g_newer, 0))
+                g_oldest = tl.load(p_oldest + o_c, mask=(num_live > 0) & (o_k >= 0), other=0)
+                past = tl.exp(tl.sum(g_newer, 0) + g_oldest)
+                state_x = state_x + (decayed_x[c] * past[None, :],)
+            else:
+                state_x = state_x + (x[c],)
+            scores = _dot(ring_keys, tl.trans(decayed_x[c]), scores, SPLIT_X, SPLIT_X)
+        weight = tl.where(m_live, 1.0, 0.0)
+        if HAS_NORM:
+            weight *= tl.rsqrt(tl.where(m_live, tl.sum(ring_squares, 1) + eps, 1.0))
+        if not IS_PER_CHANNEL:
+            g_newer = tl.load(p_newer, mask=m_newer, other=0)
+            weight *= tl.exp(tl.cumsum(g_newer, 0))
+            g_oldest = tl.load(p_oldest, mask=num_live > 0, other=0)
+            state_column *= tl.exp(tl.sum(g_newer, 0) + g_oldest)
+        scores *= weight[:, None] * column[None, :]
+
+    p_state = checkpoint + row * (HV * V * K) + i_head * (V * K)
+    written = tl.load(ring_write + i_row * W + node, mask=m_key, other=0)
+    for i_block in tl.range(0, BLOCKS, num_stages=STAGES):
+        o_v = (i_run * BLOCKS + i_block) * BV + tl.arange(0, BV)
+        y = tl.zeros([BV, 2 * HALF], tl.float32)
+        for c in tl.static_range(K // KB):
+            state = tl.load(p_state + o_v[:, None] * K + (c * KB + o_k)[None, :]).to(tl.float32)
+            y = _dot(state, tl.trans(state_x[c]), y, SPLIT_STATE, SPLIT_X)
+        y *= state_column[None, :]
+        if N > W:
+            ring_d = tl.load(p_d + o_v[:, None], mask=m_live[None, :], other=0)
+            y = _dot(ring_d, scores, y, SPLIT_D, SPLIT_D)
+        p_value = v + i_row * v_stride + i_head * V + o_v[:, None]
+        value = tl.load(p_value + (node * v_token_stride)[None, :], mask=m_key[None, :], other=0)
+        y = tl.where(m_key[None, :], b_beta[None, :] * (value.to(tl.float32) - y), y)
+        for j in tl.static_range(W):
+            to_later = tl.sum(tl.where(o_x[:, None] == j, weights, 0.0), 0)
+            d = tl.sum(tl.where(o_x[None, :] == j, y, 0.0), 1)
+            y += d[:, None] * to_later[None, :]
+        p_out = out + ((i_row * W + node) * (HV * V) + i_head * V)[None, :] + o_v[:, None]
+        tl.store(p_out, y.to(out.dtype.element_ty), mask=m_query[None, :])
+        p_written = d_ring + ((written * HV + i_head) * V)[None, :] + o_v[:, None]
+        tl.store(p_written, y, mask=m_key[None, :])
+    if i_run == 0:
+        for j in tl.static_range(W):
+            _store_inputs(
+                p_key + j * k_token_stride, p_g + j * g_token_stride,
+                tl.load(ring_write + i_row * W + j), k_ring, g_ring, i_head, i_key_head,
+                H, HV, K, IS_PER_CHANNEL,
+            )  # fmt: skip
+
+
+@triton.jit
+def _materialize_kernel(
+    checkpoint,
+    d_ring,
+    k_ring,
+    g_ring,
+    ring_read,
+    mask,
+    read_rows,
+    out_rows,
+    eps,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    IS_PER_CHANNEL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Fold the masked prefix of the ring into another row, or the same."""
+    i_head, i_row = tl.program_id(0) // (V // BV), tl.program_id(1).to(tl.int64)
+    o_v = (tl.program_id(0) % (V // BV)) * BV + tl.arange(0, BV)
+    o_n = tl.arange(0, triton.next_power_of_2(N))
+    is_wanted = tl.load(mask + i_row * N + o_n, mask=o_n < N, other=0)
+    _fold(
+        checkpoint, d_ring, k_ring, g_ring, ring_read + i_row * N,
+        tl.sum(is_wanted.to(tl.int32)), tl.load(read_rows + i_row), tl.load(out_rows + i_row),
+        i_head, i_head // (HV // H), o_v, eps, H, HV, K, V, IS_PER_CHANNEL, HAS_NORM,
+    )  # fmt: skip

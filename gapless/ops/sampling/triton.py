@@ -1,0 +1,127 @@
+"""`reference.sample` without a sort: thresholds by bisection, greedy rows skipped on the device.
+
+The same tokens as the definition, save where rounding decides: a share of top-p is a sum of
+integers here and a running float sum there. NaN is never chosen.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+
+from gapless.ops.sampling.kernels import (
+    SCRATCH_LEN,
+    _choose_kernel,
+    _collect_kernel,
+    _maximum_kernel,
+    _noise_kernel,
+    _survey_kernel,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gapless.ops.sampling.reference import SamplingMode, SamplingRows
+
+# tokens that a row's filters are settled among; where more may be kept, among the whole row
+CAPACITY = 8192
+BLOCK = 1024
+SURVEY_BLOCK = 256  # of a tile with a column per cut
+CHOOSE_BLOCK = 2048
+MAX_VOCAB_SIZE = 1 << 20  # counts and masses of a row stay far from overflow
+PROGRAMS = 1024  # about as many as fill a device
+MAX_SPLIT = 8192
+
+
+def unsupported(logits: Tensor) -> str | None:
+    """Return why the kernels cannot serve these logits, None if they can."""
+    if logits.dtype is not torch.float32:
+        return f"logits of {logits.dtype}"
+    if logits.shape[1] > MAX_VOCAB_SIZE:
+        return f"{logits.shape[1]} tokens, want at most {MAX_VOCAB_SIZE}"
+    return None
+
+
+def sample(
+    logits: Tensor,  # [N, V] float32, rows may be strided
+    positions: Tensor,  # [N] int64
+    rows: SamplingRows,
+    *,
+    mode: SamplingMode,
+    capacity: int = CAPACITY,
+    split: int | None = None,  # tokens per program, a multiple of BLOCK
+) -> Tensor:  # [N] int64
+    """See `reference.sample`. Two launches without temperatures, four with; no sync."""
+    num_rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1, "a row's logits are contiguous"
+    device = logits.device
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
+    if not num_rows:
+        return tokens
+    split = split or _split_len(num_rows, vocab_size)
+    num_splits = triton.cdiv(vocab_size, split)
+    is_drawn = not mode.is_greedy
+
+    def parts() -> tuple[Tensor, Tensor]:
+        shape = (num_rows, num_splits)
+        return (
+            torch.empty(shape, dtype=torch.float32, device=device),
+            torch.empty(shape, dtype=torch.int32, device=device),
+        )
+
+    largest = parts()
+    # what greedy rows never touch is stood in for
+    scratch, drawn, kept = tokens, largest, largest
+    if is_drawn:
+        scratch = torch.empty(num_rows, SCRATCH_LEN.value, dtype=torch.int64, device=device)
+        drawn = parts()
+        kept = (
+            torch.empty(num_rows, capacity, dtype=torch.float32, device=device),
+            torch.empty(num_rows, capacity, dtype=torch.int32, device=device),
+        )
+    stops = (rows.min_len, rows.stop_ids.contiguous())
+    filters = (rows.temperature, rows.top_k, rows.top_p)
+    noise = (rows.min_p, rows.seeds)
+    sizes = {"V": vocab_size, "STOPS": rows.stop_ids.shape[1] if mode.edits_logits else 0}
+    block_s = triton.next_power_of_2(num_splits)
+    grid = (num_splits, num_rows)
+    strides = (logits.stride(0), num_splits)
+    _maximum_kernel[grid](
+        logits, positions, *stops, scratch, *largest, *strides,
+        SPLIT=split, BLOCK=BLOCK, IS_DRAWN=is_drawn, **sizes, num_warps=4,
+    )  # fmt: skip
+    if is_drawn:
+        _survey_kernel[grid](
+            logits, positions, *filters, *stops, scratch, *largest, *strides,
+            SPLIT=split, BLOCK=SURVEY_BLOCK, BLOCK_S=block_s, **sizes, num_warps=4,
+        )  # fmt: skip
+        _collect_kernel[grid](
+            logits, positions, *filters, *noise, *stops, scratch, *largest, *drawn, *kept, *strides,
+            SPLIT=split, BLOCK=BLOCK, BLOCK_S=block_s, CAPACITY=capacity, **sizes, num_warps=4,
+        )  # fmt: skip
+    _choose_kernel[(num_rows,)](
+        logits, positions, *filters, *noise, *stops, scratch, *largest, *drawn, *kept, tokens,
+        *strides,
+        BLOCK=CHOOSE_BLOCK, BLOCK_S=block_s, CAPACITY=capacity, IS_DRAWN=is_drawn, **sizes,
+        num_warps=8 if is_drawn else 1,
+    )  # fmt: skip
+    return tokens
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """See `philox.gumbel_noise`: the same bits on the same device."""
+    num_rows = seeds.shape[0]
+    out = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=seeds.device)
+    if out.numel():
+        grid = (triton.cdiv(vocab_size, BLOCK), num_rows)
+        _noise_kernel[grid](seeds, positions, out, V=vocab_size, BLOCK=BLOCK, num_warps=4)
+    return out
+
+
+def _split_len(num_rows: int, vocab_size: int) -> int:
+    """Return how many tokens a program reads: few in a small batch; no result depends on it."""
+    per_row = max(1, PROGRAMS // num_rows)
+    split: int = triton.next_power_of_2(triton.cdiv(vocab_size, per_row))
+    return min(MAX_SPLIT, max(BLOCK, split))

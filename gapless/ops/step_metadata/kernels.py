@@ -1,0 +1,82 @@
+"""The kernel behind `triton.py`: a program owns one row and writes all of its indices."""
+
+# ruff: noqa: PLR0913, PLR0917
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _window_indices_kernel(
+    in_slots,
+    in_seq_lens,
+    in_checkpoint_len,
+    in_state_rows,
+    in_done,
+    page_table,
+    slots,
+    seq_lens,
+    fold_len,
+    positions,
+    kv_write,
+    ring_read,
+    ring_write,
+    fold_mask,
+    read_rows,
+    fold_rows,
+    conv_write,
+    conv_taps,
+    num_tokens,
+    page_stride,
+    NULL_SLOT: tl.constexpr,
+    NULL_ROW: tl.constexpr,
+    ZERO_ROW: tl.constexpr,
+    RING_ZERO: tl.constexpr,
+    CONV_ZERO: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    R_C: tl.constexpr,
+    WIDTH: tl.constexpr,
+    N: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(in_slots + i_row)
+    slot = tl.where(tl.load(in_done + slot) != 0, NULL_SLOT, slot).to(tl.int64)
+    length = tl.load(in_seq_lens + slot)
+    checkpoint = tl.load(in_checkpoint_len + slot)
+    state_row = tl.load(in_state_rows + slot)
+    folded = tl.maximum(checkpoint, length // L * L)
+    tl.store(slots + i_row, slot)
+    tl.store(seq_lens + i_row, length)
+    tl.store(fold_len + i_row, folded)
+    tl.store(read_rows + i_row, tl.where(checkpoint == 0, ZERO_ROW, state_row))
+    tl.store(fold_rows + i_row, tl.where(folded == checkpoint, NULL_ROW, state_row))
+
+    o_w = tl.arange(0, BLOCK_W)
+    m_w = o_w < W
+    position = length + o_w
+    o_token = i_row * W + o_w
+    page = tl.load(page_table + slot * page_stride + position // PAGE_SIZE, mask=m_w, other=0)
+    tl.store(positions + o_token, position, mask=m_w)
+    tl.store(kv_write + o_token, page * PAGE_SIZE + position % PAGE_SIZE, mask=m_w)
+    tl.store(ring_write + o_token, slot * R + position % R, mask=m_w)
+    tl.store(conv_write + o_token, slot * R_C + position % R_C, mask=m_w)
+    for i_tap in tl.static_range(WIDTH):
+        before = position - (WIDTH - 1 - i_tap)
+        # the sum keeps the remainder of a masked position off the negative numbers
+        entry = slot * R_C + (before + WIDTH * R_C) % R_C
+        entry = tl.where(before < 0, CONV_ZERO, entry)
+        tl.store(conv_taps + i_tap * num_tokens + o_token, entry, mask=m_w)
+
+    o_n = tl.arange(0, BLOCK_N)
+    m_n = o_n < N
+    replayed = checkpoint + o_n
+    entry = tl.where(replayed >= length, RING_ZERO, slot * R + replayed % R)
+    tl.store(ring_read + i_row * N + o_n, entry, mask=m_n)
+    tl.store(fold_mask + i_row * N + o_n, (replayed < folded).to(tl.uint8), mask=m_n)

@@ -1,0 +1,121 @@
+"""Every attention backend against the reference in float64, and which one serves what."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+import torch
+
+from gapless.attention.backend import BACKENDS, AttentionBackend, choose_backend, make_backend
+from gapless.errors import BackendUnavailable
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    # Triton reads it when it is first imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+PAGE_SIZE, NUM_PAGES, COLUMNS = 16, 40, 12
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
+LENGTHS, WIDTH = (3, 17, 140), 2  # committed
+
+
+def make(name: str, device: str = DEVICE) -> AttentionBackend:
+    if name == "triton":
+        from gapless.attention.triton import TritonAttention
+
+        return TritonAttention(page_size=PAGE_SIZE, max_len=COLUMNS * PAGE_SIZE, device=device)
+    return make_backend(
+        name,
+        page_size=PAGE_SIZE,
+        max_len=COLUMNS * PAGE_SIZE,
+        device=device,
+        head_dims={HEAD_DIM},
+        dtype="float32",
+    )
+
+
+@pytest.fixture
+def table() -> torch.Tensor:
+    pages = torch.randperm(NUM_PAGES)[: len(LENGTHS) * COLUMNS].view(-1, COLUMNS)
+    return torch.cat([pages, torch.full((1, COLUMNS), NUM_PAGES)])
+
+
+@pytest.fixture
+def pool() -> torch.Tensor:
+    pool = torch.randn((NUM_PAGES + 1) * PAGE_SIZE, 2, KV_HEADS, HEAD_DIM)
+    pool[NUM_PAGES * PAGE_SIZE :] = float("nan")
+    return pool
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_window(name: str, first: int, table: torch.Tensor, pool: torch.Tensor) -> None:
+    slots = torch.tensor([2, 0, 1, 3])
+    lengths = torch.tensor([*(LENGTHS[slot] for slot in slots[:3]), 0])
+    positions = lengths[:, None] + torch.arange(WIDTH)
+    q = torch.randn(slots.numel() * WIDTH, HEADS, HEAD_DIM)
+
+    def run(name: str, dtype: torch.dtype, device: str) -> torch.Tensor:
+        indices = (x.to(device) for x in (slots, positions, table))
+        plan = make(name, device).plan_window(*indices, kv_len=192, first=first)
+        return plan.run(q.to(device, dtype), pool.to(device, dtype), 0.3).cpu()
+
+    wanted = run("reference", torch.float64, "cpu")[: 3 * WIDTH]
+    found = run(name, torch.float32, DEVICE)[: 3 * WIDTH]
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_prefill(name: str, pool: torch.Tensor) -> None:
+    sizes = [(20, 20), (3, 70), (1, 1)]  # queries, keys
+    segments, q_start, kv_start = [], 0, 0
+    for queries, keys in sizes:
+        segments.append((q_start, q_start + queries, kv_start, kv_start + keys))
+        q_start, kv_start = q_start + queries, kv_start + keys
+    kv_read = torch.randperm(NUM_PAGES * PAGE_SIZE)[:kv_start]
+    q = torch.randn(q_start, HEADS, HEAD_DIM)
+
+    def run(name: str, dtype: torch.dtype, device: str) -> torch.Tensor:
+        plan = make(name, device).plan_prefill(kv_read.to(device), tuple(segments))
+        layers = [plan.run(q.to(device, dtype), pool.to(device, dtype), 0.3) for _ in range(2)]
+        assert torch.equal(*layers)
+        return layers[0].cpu()
+
+    wanted = run("reference", torch.float64, "cpu")
+    found = run(name, torch.float32, DEVICE)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("device", "head_dims", "dtype", "chosen", "reason"),
+    [
+        ("cpu", {64}, "float32", "reference", "device cpu"),
+        ("cuda", {64, 256}, "bfloat16", "triton", "device cuda"),
+        ("cuda:1", {128}, "float32", "triton", "device cuda:1"),
+        ("cuda", {64, 80}, "bfloat16", "reference", "head_dim 80"),
+        ("cuda", {64}, "float64", "reference", "dtype float64"),
+    ],
+)
+def test_automatic_choice_is_logged(
+    caplog: pytest.LogCaptureFixture,
+    device: str,
+    head_dims: set[int],
+    dtype: str,
+    chosen: str,
+    reason: str,
+) -> None:
+    with caplog.at_level(logging.INFO, logger="gapless"):
+        assert choose_backend("auto", device=device, head_dims=head_dims, dtype=dtype) == chosen
+    (message,) = caplog.messages
+    assert f"attention backend = {chosen}" in message
+    assert reason in message
+
+
+def test_backend_that_cannot_serve_is_an_error() -> None:
+    with pytest.raises(BackendUnavailable, match=r"triton on device cpu \(want cuda\).*reference"):
+        choose_backend("triton", device="cpu", head_dims={64}, dtype="float32")
+    with pytest.raises(BackendUnavailable, match="head_dim 48"):
+        choose_backend("triton", device="cuda", head_dims={48}, dtype="bfloat16")
+    assert choose_backend("reference", device="cuda", head_dims={48}, dtype="x") == "reference"
