@@ -122,3 +122,21 @@ class CacheCounters:
             f"{self.num_snapshots} snapshots, {self.num_rows_evicted} rows and "
             f"{self.num_leaves_evicted} leaves evicted, {self.num_retractions} retractions{waits}"
         )
+
+
+@dataclass
+class LoopCounters:
+    """What the step loop did on the host."""
+
+    num_steps: int = 0
+    """Steps launched."""
+    plan_seconds: float = 0.0
+    """Time that planning and launching them took."""
+    wait_seconds: float = 0.0
+    """Time that the host was blocked, waiting for results."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_steps} steps launched in {self.plan_seconds:.3f} s of host time, "
+            f"{self.wait_seconds:.3f} s spent waiting for results"
+        )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gapless.config.hf import GenerationDefaults
     from gapless.config.options import EngineOptions
     from gapless.config.resolve import Config
-    from gapless.core.counters import CacheCounters
+    from gapless.core.counters import CacheCounters, LoopCounters
     from gapless.core.plan import Delta, LogprobRow
 
 logger = logging.getLogger(__name__)
@@ -76,6 +76,11 @@ class Engine:
         """What the prefix cache did since the start."""
         return self.scheduler.cache_counters
 
+    @property
+    def loop_counters(self) -> LoopCounters:
+        """What stepping cost the host since the start."""
+        return self._loop.counters
+
     def flush_cache(self) -> int:
         """Forget all prefixes that no request is using; return how many tokens they had."""
         return self.scheduler.flush_cache()
@@ -83,6 +88,7 @@ class Engine:
     def close(self) -> None:
         """End the worker processes, if there are any; nothing can run afterwards."""
         logger.debug("prefix cache: %s", self.cache_counters)
+        logger.debug("host: %s", self.loop_counters)
         self._close()
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:

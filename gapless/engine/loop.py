@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
+from gapless.core.counters import LoopCounters
 from gapless.errors import InternalError
 from gapless.scheduler.scheduler import RUN_AHEAD
 
@@ -31,6 +33,7 @@ class EngineLoop:
         self._run = run
         self._unread: deque[tuple[StepPlan, Handle]] = deque()
         self._failure: str | None = None
+        self.counters = LoopCounters()
 
     @property
     def has_work(self) -> bool:
@@ -52,10 +55,16 @@ class EngineLoop:
             raise
 
     def _step(self) -> list[Delta]:
+        started = time.perf_counter()
         plan = self._scheduler.schedule()
         if plan is not None:
             self._unread.append((plan, self._run(plan)))
-        if len(self._unread) > (RUN_AHEAD if plan is not None else 0):
-            read, handle = self._unread.popleft()
-            return self._scheduler.commit(read, handle.wait())
-        return []
+            self.counters.num_steps += 1
+        launched = time.perf_counter()
+        self.counters.plan_seconds += launched - started
+        if len(self._unread) <= (RUN_AHEAD if plan is not None else 0):
+            return []
+        read, handle = self._unread.popleft()
+        result = handle.wait()
+        self.counters.wait_seconds += time.perf_counter() - launched
+        return self._scheduler.commit(read, result)

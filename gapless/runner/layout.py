@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gapless.ops.linear_chunk import plan_chunks
+from gapless.ops.linear_chunk import WavePlan, plan_chunks, plan_waves, wave_arrays
 from gapless.runner.slot_table import admission_arrays
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class PrefillLayout:
     shifted_segments: Segments
     active: tuple[int, ...]  # segments still running in each round of the chunked scan
     num_cuts: tuple[int, ...]  # snapshots after each round
+    waves: WavePlan
 
 
 def lay_out(
@@ -50,9 +51,9 @@ def lay_out(
     positions = np.concatenate([np.arange(s.start, s.end) for s in segments])
     starts = np.repeat([s.start for s in segments], lengths)
     entries = [_entries(s, geometry) for s in segments]
-    plan = plan_chunks(
-        lengths, CHUNK_LEN, [[n.position - s.start for n in s.snapshots] for s in segments]
-    )
+    cuts = [[n.position - s.start for n in s.snapshots] for s in segments]
+    plan = plan_chunks(lengths, CHUNK_LEN, cuts)
+    waves = plan_waves(lengths, CHUNK_LEN, cuts)
     ordered = [segments[i] for i in plan.order]
     conv_keep, conv_write = _conv_kept(segments, bounds, geometry)
     shifted, shifted_segments = _shifted(segments, bounds, entries)
@@ -71,6 +72,12 @@ def lay_out(
         "final_rows": np.array([s.state_row for s in ordered]),
         "cut_places": np.array([cut.place for cut in plan.cuts]),
         "cut_rows": np.array([ordered[c.place].snapshots[c.number].row for c in plan.cuts]),
+        **wave_arrays(
+            waves,
+            init_rows=[_init_row(s, geometry) for s in segments],
+            final_rows=[s.state_row for s in segments],
+            cut_rows=[[n.row for n in s.snapshots] for s in segments],
+        ),
         "conv_prefix": _conv_prefix(segments, geometry),
         "conv_taps": _conv_taps(positions, starts, lengths, geometry),
         "conv_keep": conv_keep,
@@ -89,6 +96,7 @@ def lay_out(
         shifted_segments=shifted_segments,
         active=plan.active,
         num_cuts=plan.num_cuts,
+        waves=waves,
     )
 
 

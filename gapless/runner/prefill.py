@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from gapless.core.sampling_params import MAX_LOGIT_BIAS
 from gapless.layers.batch import AttentionBatch, PrefillBatch
-from gapless.ops.linear_chunk import ChunkIndices
+from gapless.ops.linear_chunk import ChunkIndices, wave_indices
 from gapless.ops.sampling import packed_logprobs
 from gapless.runner.accept import Verified, accept, draft, sampling_mode
 from gapless.runner.inputs import Upload
@@ -44,8 +44,8 @@ class PrefillRunner:
         width = device.geometry.conv_width
         pages = device.geometry.num_pages + device.num_page_columns
         entries = config.num_pages * config.page_size
-        per_token = 12 + width + 2
-        per_segment = CHUNK_LEN + 4 * width + 40 + 2 * MAX_LOGIT_BIAS
+        per_token = 13 + width + 2
+        per_segment = CHUNK_LEN + 4 * width + 64 + 2 * MAX_LOGIT_BIAS
         elements = tokens * per_token + segments * per_segment + 2 * pages + 3 * entries + 1024
         # enough for requests that share no pages and store one snapshot each; else it grows
         self._upload = Upload(8 * elements, device.device)
@@ -156,6 +156,7 @@ class PrefillRunner:
                 num_cuts=layout.num_cuts,
                 cut_places=inputs["cut_places"],
                 cut_rows=inputs["cut_rows"],
+                waves=wave_indices(inputs, layout.waves),
             ),
             conv_prefix=inputs["conv_prefix"],
             conv_taps=inputs["conv_taps"],

@@ -13,7 +13,8 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gapless.cache.manager import Admission, CacheLimits, CacheManager
+from gapless.cache.manager import Admission, CacheManager
+from gapless.cache.prefix import CacheLimits
 from gapless.cache.rows import IdPool
 from gapless.core.counters import CacheCounters, DecodeCounters, WaitReason
 from gapless.core.plan import (
@@ -165,12 +166,12 @@ class Scheduler:
     @property
     def num_cached_nodes(self) -> int:
         """Nodes of the prefix cache's tree."""
-        return self._cache.num_nodes
+        return self._cache.prefix.num_nodes
 
     @property
     def num_stores_under_way(self) -> int:
         """Copies to the host tier that have not been seen to arrive."""
-        return self._cache.num_stores_under_way
+        return self._cache.prefix.num_stores_under_way
 
     @property
     def wait_reason(self) -> WaitReason | None:
@@ -195,7 +196,7 @@ class Scheduler:
         assert len(self._unread) <= RUN_AHEAD, (
             f"{len(self._unread)} launched steps are unread, at most {RUN_AHEAD} may be"
         )
-        self._cache.begin_step()
+        self._cache.prefix.begin_step()
         promised = self._promised_tokens()
         page_entries = self._grow_decode_rows(promised)
         prefill = tuple(self._cut_segments())
@@ -205,7 +206,7 @@ class Scheduler:
         if not prefill and not rows:
             if self._unread or not self._requests:
                 return None
-            awaits_stores = self._cache.num_stores_under_way > 0
+            awaits_stores = self._cache.prefix.num_stores_under_way > 0
             assert awaits_stores, "requests wait, and nothing will wake them"
         plan = StepPlan(
             step_id=self._num_plans,
@@ -214,8 +215,8 @@ class Scheduler:
             page_entries=page_entries,
             max_seq_len=max((self._largest_seq_len(request) for request in rows), default=0),
             saves=tuple(self._saves),
-            loads=self._cache.take_loads(),
-            stores=self._cache.begin_stores(),
+            loads=self._cache.prefix.take_loads(),
+            stores=self._cache.prefix.begin_stores(),
             awaits_stores=awaits_stores,
             page_copies=tuple(self._page_copies),
         )
@@ -237,7 +238,7 @@ class Scheduler:
         self._unread.popleft()
         for request in _named_requests(plan):
             request.unread_steps -= 1
-        self._cache.end_stores(result.num_stored)
+        self._cache.prefix.end_stores(result.num_stored)
         self._prompt_logprobs.collect(plan, result)
         self._count(plan, result)
         emitted: dict[Request, list[int]] = {}
@@ -293,7 +294,7 @@ class Scheduler:
 
     def flush_cache(self) -> int:
         """Forget cached prefixes that no running request builds on; returns tokens forgotten."""
-        return self._cache.flush()
+        return self._cache.prefix.flush()
 
     def check_is_empty(self) -> None:
         """Assert that all memory is free, once nothing runs and the cache is flushed. For tests."""
@@ -370,7 +371,7 @@ class Scheduler:
 
     def _grow(self, request: Request) -> list[PageEntry]:
         while (entries := self._try_grow(request)) is None:
-            assert len(self._running) > 1 or self._cache.num_stores_under_way, (
+            assert len(self._running) > 1 or self._cache.prefix.num_stores_under_way, (
                 f"{request.request_id} does not fit alone"
             )
             newest = next(reversed(self._running))

@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gapless.core.architecture import Recurrence
-from gapless.ops.linear_chunk import ChunkIndices, ChunkPlan, chunk_prefill, plan_chunks
+from gapless.ops.linear_chunk import (
+    ChunkIndices,
+    chunk_prefill,
+    plan_chunks,
+    plan_waves,
+    wave_arrays,
+    wave_indices,
+)
 from tests.ops.step_recurrence import (
     KEY_DIM,
     SCALE,
@@ -72,9 +79,17 @@ def make_case(recurrence: Recurrence, dtype: torch.dtype = torch.float64) -> Cas
 
 
 def indices_of(
-    plan: ChunkPlan, init_rows: list[int], final_rows: list[int], cut_rows: list[list[int]]
+    lengths: list[int],
+    chunk: int,
+    init_rows: list[int],
+    final_rows: list[int],
+    cuts: list[list[int]] | None = None,
+    cut_rows: list[list[int]] | None = None,
 ) -> ChunkIndices:
-    """Turn a plan and the rows of its segments into tensors."""
+    """Plan segments; turn the plans and the rows of the segments into tensors."""
+    plan, waves = plan_chunks(lengths, chunk, cuts), plan_waves(lengths, chunk, cuts)
+    cut_rows = cut_rows or [[] for _ in lengths]
+    arrays = wave_arrays(waves, init_rows=init_rows, final_rows=final_rows, cut_rows=cut_rows)
     rows = [cut_rows[plan.order[cut.place]][cut.number] for cut in plan.cuts]
     return ChunkIndices(
         gather=torch.from_numpy(plan.gather),
@@ -85,13 +100,14 @@ def indices_of(
         num_cuts=plan.num_cuts,
         cut_places=torch.tensor([cut.place for cut in plan.cuts], dtype=torch.int64),
         cut_rows=torch.tensor(rows, dtype=torch.int64),
+        waves=wave_indices({k: torch.from_numpy(v) for k, v in arrays.items()}, waves),
     )
 
 
 def run(case: Case, recurrence: Recurrence, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs and the checkpoint after a prefill."""
     final_rows = [2 * s + 1 for s in range(len(LENGTHS))]
-    indices = indices_of(plan_chunks(LENGTHS, chunk), case.init_rows, final_rows, [])
+    indices = indices_of(LENGTHS, chunk, case.init_rows, final_rows)
     checkpoint = case.checkpoint.clone()
     return call(case.inputs, checkpoint, indices, recurrence), checkpoint
 
@@ -172,10 +188,9 @@ def test_strong_decay_stays_finite(recurrence: Recurrence) -> None:
 def test_row_may_start_and_end_in_place(recurrence: Recurrence) -> None:
     case = make_case(recurrence)
     _, apart = run(case, recurrence, 16)
-    plan = plan_chunks([LENGTHS[0], LENGTHS[1]], 16)
     checkpoint = case.checkpoint.clone()
     zero_row, fresh_row, continued_row = len(checkpoint) - 1, 0, 2
-    indices = indices_of(plan, [zero_row, continued_row], [fresh_row, continued_row], [])
+    indices = indices_of(LENGTHS[:2], 16, [zero_row, continued_row], [fresh_row, continued_row])
     call(case.inputs, checkpoint, indices, recurrence)
     torch.testing.assert_close(checkpoint[continued_row], apart[3], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(checkpoint[fresh_row], apart[1], rtol=1e-12, atol=1e-12)
@@ -190,8 +205,7 @@ def test_states_at_cuts(recurrence: Recurrence, chunk: int) -> None:
     cut_rows = [[], [0], [6, 8, 13, 14, 15, 2], [10], [16, 4], [17]]
     final_rows = [2 * s + 1 for s in range(len(LENGTHS))]
     cut = torch.cat([case.checkpoint, torch.full((5, *checkpoint.shape[1:]), NAN).double()])
-    plan = plan_chunks(LENGTHS, chunk, CUTS)
-    indices = indices_of(plan, case.init_rows, final_rows, cut_rows)
+    indices = indices_of(LENGTHS, chunk, case.init_rows, final_rows, CUTS, cut_rows)
     torch.testing.assert_close(
         call(case.inputs, cut, indices, recurrence), outputs, rtol=1e-12, atol=1e-12
     )

@@ -280,7 +280,7 @@ def test_step_agrees_with_definition(recurrence: Recurrence, width: int, replay_
         {"max_width": 5, "replay_len": 9},
         {"replay_len": 40},
     ],
-    ids=lambda change: "-".join(change),
+    ids="-".join,
 )
 @pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize("recurrence", [GDN, KDA])

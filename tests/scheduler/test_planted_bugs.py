@@ -12,6 +12,7 @@ import pytest
 
 from gapless.cache.manager import CacheManager
 from gapless.cache.pages import largest_reserved_len, reserved_len
+from gapless.cache.prefix import PrefixCache
 from tests.scheduler.driver import run_program
 from tests.scheduler.hash_device import Flaw
 
@@ -164,8 +165,8 @@ def test_mtp_state_is_not_of_the_prefix(window: int, flaw: Flaw) -> None:
 
 @every_window
 def test_planned_rows_are_not_locked(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CacheManager, "_lock_row", lambda _self, _node: None)
-    monkeypatch.setattr(CacheManager, "_unlock_row", lambda _self, _node: None)
+    monkeypatch.setattr(PrefixCache, "lock_row", lambda _self, _node: None)
+    monkeypatch.setattr(PrefixCache, "unlock_row", lambda _self, _node: None)
     assert goes_wrong(window)
 
 
@@ -175,8 +176,11 @@ def test_prefix_is_resumed_by_the_step_that_computes_it(
 ) -> None:
     store = CacheManager._store
 
-    def early(self: CacheManager, request: Request, position: int, row: int, step: int) -> bool:
-        return store(self, request, position, row, step - 1)
+    def early(
+        self: CacheManager, request: Request, position: int, row: int, *, is_written: bool
+    ) -> bool:
+        del is_written
+        return store(self, request, position, row, is_written=True)
 
     monkeypatch.setattr(CacheManager, "_store", early)
     assert goes_wrong(window, num_programs=200)
@@ -186,8 +190,10 @@ def test_prefix_is_resumed_by_the_step_that_computes_it(
 def test_snapshot_stands_under_a_shorter_key(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CacheManager._store
 
-    def shorter(self: CacheManager, request: Request, position: int, row: int, step: int) -> bool:
-        return store(self, request, max(1, position - 1), row, step)
+    def shorter(
+        self: CacheManager, request: Request, position: int, row: int, *, is_written: bool
+    ) -> bool:
+        return store(self, request, max(1, position - 1), row, is_written=is_written)
 
     monkeypatch.setattr(CacheManager, "_store", shorter)
     assert goes_wrong(window)
@@ -212,25 +218,25 @@ def test_host_copies_are_loaded_late(window: int) -> None:
 
 @every_window
 def test_host_copies_count_before_they_arrive(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    end_stores = CacheManager.end_stores
+    end_stores = PrefixCache.end_stores
 
-    def early(self: CacheManager, num_stored: int) -> None:
-        end_stores(self, max(num_stored, self.counters.num_stores))
+    def early(self: PrefixCache, num_stored: int) -> None:
+        end_stores(self, max(num_stored, self._counters.num_stores))
 
-    monkeypatch.setattr(CacheManager, "end_stores", early)
+    monkeypatch.setattr(PrefixCache, "end_stores", early)
     assert goes_wrong(window, num_programs=200)
 
 
 @every_window
 def test_what_is_being_copied_is_not_locked(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Evicted under the copy, in spite of the locks that it took."""
-    may_leave = CacheManager._may_leave
+    may_leave = PrefixCache._may_leave
 
-    def loose(self: CacheManager, node: Node) -> bool:
+    def loose(self: PrefixCache, node: Node) -> bool:
         storing = self._host.storing if self._host is not None else []
         if not any(node in stored.path() for stored in storing):
             return may_leave(self, node)
         return node.is_warm and not node.num_warm_children
 
-    monkeypatch.setattr(CacheManager, "_may_leave", loose)
+    monkeypatch.setattr(PrefixCache, "_may_leave", loose)
     assert goes_wrong(window, num_programs=200)

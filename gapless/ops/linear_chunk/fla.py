@@ -37,7 +37,7 @@ def _missing() -> str | None:
         found = version("fla-core")
     except PackageNotFoundError:
         return f"fla-core is not installed; {_REMEDY}"
-    if found.rpartition(".")[0] != _VERSION:
+    if found.split(".")[:2] != _VERSION.split("."):
         return f"fla-core {found} is installed, want {_VERSION}; {_REMEDY}"
     return None
 

@@ -27,6 +27,8 @@ from gapless.core.architecture import Recurrence
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gapless.ops.linear_chunk.waves import WaveIndices
+
 NEG_INF = float("-inf")
 
 
@@ -50,6 +52,8 @@ class ChunkIndices:
     """[N] int64: segments, as numbered in that order, whose state to store, round by round."""
     cut_rows: Tensor
     """[N] int64: checkpoint row of each."""
+    waves: WaveIndices
+    """The same segments, rows and cuts for kernels that yield states at ends only."""
 
 
 @dataclass(frozen=True)

@@ -47,12 +47,14 @@ def plan_waves(
 ) -> WavePlan:
     """Cut segments of the given lengths, packed one after another, into pieces.
 
+    A segment of length 0 is one piece without chunks.
+
     Args:
         chunk: places of a chunk; a piece's last one may hold fewer tokens.
         cuts: as `plan_chunks` takes them.
     """
     cuts = cuts or [()] * len(lengths)
-    borders = [sorted({0, *own, length}) for length, own in zip(lengths, cuts, strict=True)]
+    borders = [[0, *sorted({*own, length})] for length, own in zip(lengths, cuts, strict=True)]
     counts = np.array([len(own) - 1 for own in borders], np.int64)
     order = np.argsort(-counts, kind="stable")
     active = tuple(int((counts > j).sum()) for j in range(int(counts.max(initial=0))))

@@ -89,10 +89,11 @@ def _noise_of_ids(seed, position, ids):
 
 @triton.jit
 def _logits(p_row, o_v, V: tl.constexpr, p_stops, is_early, STOPS: tl.constexpr):
-    """Load logits of a row: -inf for NaN, beyond the vocabulary, and for stop ids that are early."""
+    """Load logits of a row, -inf for NaN, beyond the vocabulary, and for early stop ids."""
     b_x = tl.load(p_row + o_v, mask=o_v < V, other=NEG_INF)
-    b_x = tl.where(b_x == b_x, b_x, NEG_INF)
-    if STOPS > 0:
+    b_x = tl.where(b_x > NEG_INF, b_x, NEG_INF)
+    # one is known when compiling, the other is not
+    if STOPS > 0:  # noqa: SIM102
         if is_early:
             for i_stop in tl.static_range(STOPS):
                 b_x = tl.where(o_v == tl.load(p_stops + i_stop), NEG_INF, b_x)
@@ -162,7 +163,7 @@ def _cut(p_scratch, peak, top_k, top_p, V: tl.constexpr):
     b_count = tl.load(p_scratch + o_cut)
     b_mass = tl.load(p_scratch + NUM_CUTS + o_cut).to(tl.float64)
     wanted = top_p.to(tl.float64) * tl.load(p_scratch + ALL_MASS).to(tl.float64)
-    serves = (b_count >= top_k) & ((top_p >= 1.0) | (b_mass >= wanted))
+    serves = (b_count >= top_k) & (b_mass >= tl.where(top_p < 1.0, wanted, -1.0))
     i_cut = tl.min(tl.where(serves, o_cut, NUM_CUTS))
     count = tl.sum(tl.where(o_cut == i_cut, b_count, 0))
     is_deepest = i_cut == NUM_CUTS
@@ -199,7 +200,8 @@ def _maximum_kernel(
     best, best_id = _best(b_best, b_id)
     tl.store(part_value + i_row * num_splits + i_split, best)
     tl.store(part_id + i_row * num_splits + i_split, best_id)
-    if IS_DRAWN:
+    # one is known when compiling, the other is not
+    if IS_DRAWN:  # noqa: SIM102
         if i_split == 0:
             o_s = tl.arange(0, triton.next_power_of_2(SCRATCH_LEN))
             p_scratch = scratch + i_row * SCRATCH_LEN + o_s
@@ -331,41 +333,11 @@ def _collect_kernel(
 
 @triton.jit
 def _candidates(
-    p_value,
-    p_id,
-    o_n,
-    num,
-    temperature,
-    p_stops,
-    is_early,
-    V: tl.constexpr,
-    STOPS: tl.constexpr,
-    IS_COLLECTED: tl.constexpr,
-):
-    """Load scaled logits and ids: of collected tokens, or of the row itself, where o_n is the id."""
-    if IS_COLLECTED:
-        b_x = tl.load(p_value + o_n, mask=o_n < num, other=NEG_INF)
-        b_id = tl.load(p_id + o_n, mask=o_n < num, other=NO_ID)
-    else:
-        b_x = tl.div_rn(_logits(p_value, o_n, V, p_stops, is_early, STOPS), temperature)
-        b_id = tl.where(o_n < num, o_n, NO_ID)
-    return b_x, b_id
-
-
-@triton.jit
-def _choose_among(
+    i_first,
     p_value,
     p_id,
     num,
-    cut,
-    peak,
-    all_mass,
     temperature,
-    top_k,
-    top_p,
-    min_p,
-    seed,
-    position,
     p_stops,
     is_early,
     V: tl.constexpr,
@@ -373,34 +345,107 @@ def _choose_among(
     STOPS: tl.constexpr,
     IS_COLLECTED: tl.constexpr,
 ):
+    """Load scaled logits and ids, of collected tokens or of a row's own."""
+    o_n = i_first + tl.arange(0, BLOCK)
+    if IS_COLLECTED:
+        b_x = tl.load(p_value + o_n, mask=o_n < num, other=NEG_INF)
+        b_id = tl.load(p_id + o_n, mask=o_n < num, other=NO_ID)
+    else:
+        b_x = tl.div_rn(_logits(p_value, o_n, V, p_stops, is_early, STOPS), temperature)
+        b_id = o_n
+    return b_x, b_id
+
+
+@triton.jit
+def _count_from(
+    key,
+    p_value,
+    p_id,
+    num,
+    temperature,
+    p_stops,
+    is_early,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STOPS: tl.constexpr,
+    IS_COLLECTED: tl.constexpr,
+):
+    """Count the candidates whose keys are at least `key`."""
+    b_count = tl.zeros([BLOCK], tl.int32)
+    for i_first in range(0, num, BLOCK):
+        b_x, _ = _candidates(
+            i_first, p_value, p_id, num, temperature, p_stops, is_early, V, BLOCK, STOPS,
+            IS_COLLECTED,
+        )  # fmt: skip
+        b_count += (_key(b_x) >= key).to(tl.int32)
+    return tl.sum(b_count)
+
+
+@triton.jit
+def _mass_beyond(
+    key,
+    peak,
+    p_value,
+    p_id,
+    num,
+    temperature,
+    p_stops,
+    is_early,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STOPS: tl.constexpr,
+    IS_COLLECTED: tl.constexpr,
+):
+    """Sum the mass of the candidates whose keys are above `key`."""
+    b_mass = tl.zeros([BLOCK], tl.int64)
+    for i_first in range(0, num, BLOCK):
+        b_x, _ = _candidates(
+            i_first, p_value, p_id, num, temperature, p_stops, is_early, V, BLOCK, STOPS,
+            IS_COLLECTED,
+        )  # fmt: skip
+        b_mass += tl.where(_key(b_x) > key, _mass(b_x, peak), 0)
+    return tl.sum(b_mass)
+
+
+@triton.jit
+def _choose_among(
+    p_value,
+    p_id,
+    num,
+    temperature,
+    p_stops,
+    is_early,
+    cut,
+    peak,
+    all_mass,
+    top_k,
+    top_p,
+    min_p,
+    seed,
+    position,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STOPS: tl.constexpr,
+    IS_COLLECTED: tl.constexpr,
+):
     """Find the thresholds of top-k and top-p among candidates, and the best of what they keep."""
     low = _key(cut).to(tl.int64)
-    high = _key(peak).to(tl.int64)
-    top = high
+    top = _key(peak).to(tl.int64)
     if top_k > 0:
-        # the largest key with k keys from it on; key(peak) + 1 has none
-        high += 1
+        # the largest key with k keys from it on; there are none beyond the top
+        high = top + 1
         while high - low > 1:
             middle = low + (high - low) // 2
-            b_count = tl.zeros([BLOCK], tl.int32)
-            for i_first in range(0, num, BLOCK):
-                b_x, _ = _candidates(
-                    p_value, p_id, i_first + tl.arange(0, BLOCK), num, temperature, p_stops,
-                    is_early, V, STOPS, IS_COLLECTED,
-                )  # fmt: skip
-                b_count += (_key(b_x) >= middle).to(tl.int32)
-            if tl.sum(b_count) >= top_k:
-                low = middle
-            else:
-                high = middle
-        b_mass = tl.zeros([BLOCK], tl.int64)
-        for i_first in range(0, num, BLOCK):
-            b_x, _ = _candidates(
-                p_value, p_id, i_first + tl.arange(0, BLOCK), num, temperature, p_stops,
-                is_early, V, STOPS, IS_COLLECTED,
+            count = _count_from(
+                middle, p_value, p_id, num, temperature, p_stops, is_early, V, BLOCK, STOPS,
+                IS_COLLECTED,
             )  # fmt: skip
-            b_mass += tl.where(_key(b_x) >= low, _mass(b_x, peak), 0)
-        all_mass = tl.sum(b_mass)
+            low = tl.where(count >= top_k, middle, low)
+            high = tl.where(count >= top_k, high, middle)
+        all_mass = _mass_beyond(
+            low - 1, peak, p_value, p_id, num, temperature, p_stops, is_early, V, BLOCK, STOPS,
+            IS_COLLECTED,
+        )  # fmt: skip
     if top_p < 1.0:
         # the smallest key with less than top-p's share of the mass beyond it; the top always stays
         wanted = top_p.to(tl.float64) * all_mass.to(tl.float64)
@@ -408,25 +453,21 @@ def _choose_among(
         high = top
         while high - low > 1:
             middle = low + (high - low) // 2
-            b_mass = tl.zeros([BLOCK], tl.int64)
-            for i_first in range(0, num, BLOCK):
-                b_x, _ = _candidates(
-                    p_value, p_id, i_first + tl.arange(0, BLOCK), num, temperature, p_stops,
-                    is_early, V, STOPS, IS_COLLECTED,
-                )  # fmt: skip
-                b_mass += tl.where(_key(b_x) > middle, _mass(b_x, peak), 0)
-            if tl.sum(b_mass).to(tl.float64) < wanted:
-                high = middle
-            else:
-                low = middle
+            mass = _mass_beyond(
+                middle, peak, p_value, p_id, num, temperature, p_stops, is_early, V, BLOCK,
+                STOPS, IS_COLLECTED,
+            )  # fmt: skip
+            is_less = mass.to(tl.float64) < wanted
+            high = tl.where(is_less, middle, high)
+            low = tl.where(is_less, low, middle)
         low = high
     floor = _floor(peak, min_p)
     b_best = tl.full([BLOCK], NEG_INF, tl.float32)
     b_best_id = tl.full([BLOCK], NO_ID, tl.int32)
     for i_first in range(0, num, BLOCK):
         b_x, b_id = _candidates(
-            p_value, p_id, i_first + tl.arange(0, BLOCK), num, temperature, p_stops,
-            is_early, V, STOPS, IS_COLLECTED,
+            i_first, p_value, p_id, num, temperature, p_stops, is_early, V, BLOCK, STOPS,
+            IS_COLLECTED,
         )  # fmt: skip
         b_x = tl.where((_key(b_x) < low) | (b_x < floor), NEG_INF, b_x)
         if tl.max(b_x) > NEG_INF:
@@ -483,14 +524,14 @@ def _choose_kernel(
                 if count <= CAPACITY:
                     token = _choose_among(
                         kept_value + i_row * CAPACITY, kept_id + i_row * CAPACITY,
-                        count.to(tl.int32), cut, peak, all_mass, temperature, top_k, top_p,
-                        min_p, seed, position, p_stops, is_early, V, BLOCK, STOPS, True,
+                        count.to(tl.int32), temperature, p_stops, is_early, cut, peak, all_mass,
+                        top_k, top_p, min_p, seed, position, V, BLOCK, STOPS, IS_COLLECTED=True,
                     )  # fmt: skip
                 else:
                     token = _choose_among(
-                        logits + i_row * stride_row, kept_id, V, cut, peak, all_mass,
-                        temperature, top_k, top_p, min_p, seed, position, p_stops, is_early,
-                        V, BLOCK, STOPS, False,
+                        logits + i_row * stride_row, kept_id,
+                        V, temperature, p_stops, is_early, cut, peak, all_mass,
+                        top_k, top_p, min_p, seed, position, V, BLOCK, STOPS, IS_COLLECTED=False,
                     )  # fmt: skip
             else:
                 _, token = _best_of_splits(drawn_value, drawn_id, i_row, num_splits, BLOCK_S)

@@ -1,0 +1,598 @@
+"""The replay window and materialize on a GPU: right first, then how fast.
+
+    python -m benchmarks.gpu.linear_replay [--check] [--measure] [--sweep] [--output figures.json]
+
+Checks compare with float64 on poisoned memory. Times are those of CUDA graphs that hold one launch
+per layer, with so many layers that none is found in the L2 cache. Rows stand at mixed ring
+positions, and all advance between replays as in decoding, so folds come at their true rate: a
+figure is the mean over the steps of one cycle of L, each step the median of several passes. The
+floor of a launch is what its rows must move: the state once, once more where a row folds, the ring
+entries that a row holds, its window's entries, inputs and outputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gapless.core.architecture import Recurrence
+from gapless.ops.linear_replay import ReplayIndices, ReplayMemory, reference
+from gapless.ops.linear_replay import triton as kernels
+from gapless.ops.linear_replay.tuning import Launch, kernel_of, launch_of
+from gapless.ops.step_metadata import Geometry, SlotColumns, StepConstants, window_indices
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+# bytes per second over 4 GiB on an H200: a sum, and an update in place
+READ_BANDWIDTH = 4.39e12
+UPDATE_BANDWIDTH = 4.23e12
+# layers that rotate hold this much state together: several times the L2 cache
+ROTATED_BYTES = 640 << 20
+MOST_LAYERS = 128
+PASSES = 5
+EPS = 1e-6
+DIM = 128
+VALUE_HEADS = 32
+COMPILERS = 12
+
+GDN, KDA = Recurrence.GATED_DELTA, Recurrence.KIMI_DELTA
+FP32, BF16 = torch.float32, torch.bfloat16
+# |out - wanted| / |wanted|: rounding of the output, of d, and of a state
+OUT_BOUND, D_BOUND = 3e-3, 5e-6
+STATE_BOUND = {FP32: 1e-6, BF16: 3e-3}
+FOLDED_TOKENS, FOLD_BOUND = 16384, 1e-6
+DECODED_TOKENS, RUN_BOUND = 1024, 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A decode step of a layer: 32 value heads of 128 x 128, bf16 activations."""
+
+    recurrence: Recurrence
+    width: int = 1  # W, and W_max
+    replay_len: int = 16  # L
+    accepted: int = 1  # tokens of a step
+    state_dtype: torch.dtype = FP32
+
+    @property
+    def key_heads(self) -> int:
+        return VALUE_HEADS // 2 if self.recurrence is GDN else VALUE_HEADS
+
+    @property
+    def decay_dim(self) -> int:
+        return 1 if self.recurrence is GDN else DIM
+
+    @property
+    def kernel(self) -> str:
+        return kernel_of(self.width, self.replay_len - 1 + self.width)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a row's state."""
+        return VALUE_HEADS * DIM * DIM * self.state_dtype.itemsize
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of a ring entry."""
+        return 4 * VALUE_HEADS * (DIM + self.decay_dim) + 2 * self.key_heads * DIM
+
+    @property
+    def token_bytes(self) -> tuple[int, int]:
+        """Bytes of a token's inputs, and of its output."""
+        value_bytes = 2 * VALUE_HEADS * DIM
+        gate_bytes = 4 * VALUE_HEADS * (1 + self.decay_dim)
+        return 4 * self.key_heads * DIM + value_bytes + gate_bytes, value_bytes
+
+    def launch(self, rows: int) -> Launch:
+        """Return the pinned settings."""
+        return launch_of(
+            self.kernel,
+            rows=rows,
+            is_per_channel=self.recurrence is KDA,
+            state_bytes=self.state_dtype.itemsize,
+        )
+
+    def __str__(self) -> str:
+        state = str(self.state_dtype).removeprefix("torch.")
+        tokens = f"W={self.width}" + (f" accept {self.accepted}" if self.width > 1 else "")
+        return f"{self.recurrence.name.lower()} {tokens} L={self.replay_len} {state}"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A window's tensors; q, k and v are views of one projection."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    log_decay: Tensor
+
+    @classmethod
+    def draw(cls, case: Case, rows: int, device: torch.device) -> Inputs:
+        """Draw inputs with decays from 0.001 to 3."""
+        key_size, value_size = case.key_heads * DIM, VALUE_HEADS * DIM
+        lead = (rows, case.width)
+        mixed = torch.randn(*lead, 2 * key_size + value_size, device=device).to(BF16)
+        q, k, v = mixed.split([key_size, key_size, value_size], dim=-1)
+        decay = torch.randn(*lead, VALUE_HEADS, case.decay_dim, device=device)
+        return cls(
+            q.unflatten(-1, (-1, DIM)),
+            k.unflatten(-1, (-1, DIM)),
+            v.unflatten(-1, (-1, DIM)),
+            torch.randn(*lead, VALUE_HEADS, device=device).sigmoid(),
+            -torch.exp(1.5 * decay - 2.5),
+        )
+
+    @property
+    def args(self) -> tuple[Tensor, ...]:
+        return self.q, self.k, self.v, self.beta, self.log_decay
+
+
+class Decoding:
+    """Rows that decode at mixed ring positions; `indices` are those of the next step."""
+
+    def __init__(self, case: Case, rows: int, device: torch.device, *, padded: int = 0) -> None:
+        self.case, self.rows = case, rows
+        grid = case.replay_len
+        self.geometry = Geometry(
+            num_slots=rows,
+            num_pages=1,
+            page_size=1 << 20,
+            num_state_rows=rows,
+            replay_len=grid,
+            ring_len=grid + 2 * case.width,
+            conv_width=4,
+            conv_ring_len=3 + case.width,
+            max_window=case.width,
+        )
+        row = torch.arange(rows + 1, device=device)
+        is_real = row < rows
+        checkpoint_len = grid * (2 + row % 3) * is_real
+        self.columns = SlotColumns(
+            seq_lens=checkpoint_len + row * 7 % grid * is_real,
+            checkpoint_len=checkpoint_len,
+            state_rows=row,
+            done=~is_real,
+            page_table=torch.zeros(rows + 1, 1, dtype=torch.int64, device=device),
+        )
+        self.constants = StepConstants(self.geometry, device)
+        self.slots = torch.cat([row[:rows], row[rows:].expand(padded)])
+        self.indices = self._plan().replay
+
+    def _plan(self) -> Any:
+        plan = window_indices(
+            self.slots, self.columns, self.geometry, self.constants, window=self.case.width
+        )
+        self.fold_len = plan.fold_len
+        return plan
+
+    def advance(self) -> None:
+        """Commit the accepted tokens, and put the next step's indices in place."""
+        slots, real = self.slots[: self.rows], slice(self.rows)
+        self.columns.checkpoint_len[slots] = self.fold_len[real]
+        self.columns.seq_lens[slots] += self.case.accepted
+        for name, tensor in vars(self._plan().replay).items():
+            getattr(self.indices, name).copy_(tensor)
+
+    def memory(self) -> ReplayMemory:
+        """Return fresh memory of a layer: random, but for the zero row and the zero entry."""
+        case, geometry, device = self.case, self.geometry, self.slots.device
+        entries = geometry.ring_zero + 1
+        checkpoint = torch.empty(
+            self.rows + 2, VALUE_HEADS, DIM, DIM, dtype=case.state_dtype, device=device
+        )
+        rings = (
+            torch.randn(entries, VALUE_HEADS, DIM, device=device),
+            torch.randn(entries, case.key_heads, DIM, device=device).to(BF16),
+            -torch.exp(torch.randn(entries, VALUE_HEADS, case.decay_dim, device=device) - 2.5),
+        )
+        for ring in rings:
+            ring[-1] = 0
+        checkpoint.normal_(std=0.3)
+        checkpoint[geometry.zero_row] = 0
+        return ReplayMemory(checkpoint, *rings)
+
+    def poison(self, memory: ReplayMemory) -> None:
+        """Put NaN wherever the step must not read."""
+        unread = torch.ones(memory.d_ring.shape[0], dtype=torch.bool, device=self.slots.device)
+        unread[self.indices.ring_read] = False
+        unread[-1] = False
+        for ring in (memory.d_ring, memory.k_ring, memory.g_ring):
+            ring[unread] = float("nan")
+        memory.checkpoint[self.geometry.null_row] = float("nan")
+
+    def bytes_moved(self) -> tuple[float, float]:
+        """Return the bytes that the next step must read, and write, of one layer."""
+        case = self.case
+        committed = (self.columns.seq_lens - self.columns.checkpoint_len).sum().item()
+        num_folds = int(self.indices.fold_mask.any(1).sum())
+        inputs, output = case.token_bytes
+        tokens = self.rows * case.width
+        read = self.rows * case.state_bytes + committed * case.entry_bytes + tokens * inputs
+        write = num_folds * case.state_bytes + tokens * (case.entry_bytes + output)
+        return read, write
+
+
+def call(
+    case: Case,
+    inputs: Inputs,
+    memory: ReplayMemory,
+    indices: ReplayIndices,
+    launch: Launch | None = None,
+    *,
+    is_exact: bool = True,
+) -> Tensor:
+    """Call the kernel."""
+    return kernels.replay_window(
+        *inputs.args,
+        memory,
+        indices,
+        recurrence=case.recurrence,
+        l2norm_eps=EPS,
+        scale=DIM**-0.5,
+        launch=launch,
+        is_exact=is_exact,
+    )
+
+
+CHECKED = [
+    Case(recurrence, width, replay_len, accepted=width, state_dtype=dtype)
+    for recurrence, (width, replay_len), dtype in product(
+        (GDN, KDA), ((1, 1), (1, 16), (4, 16)), (FP32, BF16)
+    )
+] + [Case(GDN, 2, 1), Case(KDA, 3, 5), Case(GDN, 16, 16), Case(KDA, 8, 16)]
+SIZES = (1, 8, 64)  # one for each row bucket of the settings
+MEASURED_ROWS = (1, 8, 32, 64, 128, 256)
+
+
+def check(device: torch.device) -> list[dict[str, Any]]:
+    """Compare all kernels with their definitions; a result is name, error, bound and ok."""
+    torch.manual_seed(0)
+    compile_all([(case, case.launch(rows)) for case, rows in product(CHECKED, SIZES)])
+    found = []
+    for case, rows in product(CHECKED, SIZES):
+        found += _step_results(case, rows, device)
+    for recurrence in (GDN, KDA):
+        found.append(_fold_result(recurrence, device))
+        found.append(_run_result(recurrence, device))
+    return found
+
+
+def _step_results(case: Case, rows: int, device: torch.device) -> list[dict[str, Any]]:
+    decoding = Decoding(case, rows, device, padded=1)
+    for _ in range(3):
+        decoding.advance()
+    memory = decoding.memory()
+    decoding.poison(memory)
+    inputs = Inputs.draw(case, rows + 1, device)
+    for x in inputs.args:
+        x[rows:] = float("nan")
+    exact = ReplayMemory(*(x.double() for x in vars(memory).values()))
+    wanted = reference.replay_window(
+        *(x.double() for x in inputs.args),
+        exact,
+        decoding.indices,
+        recurrence=case.recurrence,
+        l2norm_eps=EPS,
+        scale=DIM**-0.5,
+    )
+    before = memory.checkpoint.clone()
+    indices = decoding.indices
+    out = call(case, inputs, memory, indices)
+    written = indices.ring_write[:rows].flatten()
+    folded = indices.fold_rows[:rows][indices.fold_mask[:rows].any(1)]
+    before[folded] = memory.checkpoint[folded]
+    null_row = decoding.geometry.null_row
+    before[null_row] = memory.checkpoint[null_row]
+    # a row that folds reads its bf16 state as stored
+    loose = STATE_BOUND[BF16] if case.state_dtype is BF16 else 0.0
+    copied = _differing(memory.k_ring[written], inputs.k[:rows].flatten(0, 1))
+    copied += _differing(memory.g_ring[written], inputs.log_decay[:rows].flatten(0, 1))
+    d_error = _relative(memory.d_ring[written], exact.d_ring[written])
+    label = f"{case} B={rows}"
+    results = [
+        _result(f"{label} out", _relative(out[:rows], wanted[:rows]), OUT_BOUND + loose),
+        _result(f"{label} d", d_error, D_BOUND + loose),
+        _result(f"{label} k and g", copied, 0),
+        _result(f"{label} other rows", _differing(before, memory.checkpoint), 0),
+    ]
+    if len(folded):
+        error = _relative(memory.checkpoint[folded], exact.checkpoint[folded])
+        results.append(_result(f"{label} fold", error, STATE_BOUND[case.state_dtype]))
+    return results
+
+
+def _fold_result(recurrence: Recurrence, device: torch.device) -> dict[str, Any]:
+    """Fold given ring entries, 16 at a time, with heads from slow to fast decay."""
+    case = Case(recurrence)
+    memory = Decoding(case, 1, device).memory()
+    memory.checkpoint.zero_()
+    state = memory.checkpoint[:1].double()
+    entries = torch.arange(16, device=device)[None]
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    mask = torch.ones(1, 16, dtype=torch.bool, device=device)
+    rate = torch.logspace(-4, 0, VALUE_HEADS, device=device)[:, None]
+    group = VALUE_HEADS // case.key_heads
+    for _ in range(FOLDED_TOKENS // 16):
+        memory.d_ring[:16].normal_()
+        memory.k_ring[:16].normal_()
+        memory.g_ring[:16] = -rate * torch.rand(16, VALUE_HEADS, case.decay_dim, device=device)
+        kernels.materialize(memory, entries, mask, read_rows=zero, out_rows=zero, l2norm_eps=EPS)
+        g = memory.g_ring[:16].double()
+        keys = memory.k_ring[:16].double()
+        keys = keys * (keys.square().sum(-1, keepdim=True) + EPS).rsqrt()
+        keys = keys.repeat_interleave(group, 1) * (g.sum(0) - g.cumsum(0)).exp()
+        state = state * g.sum(0)[:, None].exp()
+        state += torch.einsum("jhv,jhk->hvk", memory.d_ring[:16].double(), keys)
+    error = _relative(memory.checkpoint[:1], state)
+    return _result(f"{recurrence.name.lower()} fold of {FOLDED_TOKENS} tokens", error, FOLD_BOUND)
+
+
+def _run_result(recurrence: Recurrence, device: torch.device) -> dict[str, Any]:
+    """Decode so many tokens that read-outs, folds and the ring's turns have all added up."""
+    case = Case(recurrence)
+    decoding = Decoding(case, 1, device)
+    memory = decoding.memory()
+    exact = ReplayMemory(*(x.double() for x in vars(memory).values()))
+    for _ in range(DECODED_TOKENS):
+        inputs = Inputs.draw(case, 1, device)
+        call(case, inputs, memory, decoding.indices)
+        reference.replay_window(
+            *(x.double() for x in inputs.args),
+            exact,
+            decoding.indices,
+            recurrence=recurrence,
+            l2norm_eps=EPS,
+            scale=DIM**-0.5,
+        )
+        decoding.advance()
+    error = _relative(memory.checkpoint[:1], exact.checkpoint[:1])
+    name = f"{recurrence.name.lower()} state after decoding {DECODED_TOKENS} tokens"
+    return _result(name, error, RUN_BOUND)
+
+
+def _result(name: str, error: float, bound: float) -> dict[str, Any]:
+    return {"name": name, "error": error, "bound": bound, "ok": error <= bound}
+
+
+def _relative(out: Tensor, wanted: Tensor) -> float:
+    """Return |out - wanted| / |wanted|, infinite where something is not finite."""
+    difference = out.double() - wanted.double()
+    error = float(difference.norm() / wanted.double().norm())
+    return error if math.isfinite(error) else math.inf
+
+
+def _differing(a: Tensor, b: Tensor) -> int:
+    """Count bytes that differ."""
+    return int((a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).sum())
+
+
+def compile_all(wanted: Sequence[tuple[Case, Launch]]) -> None:
+    """Compile kernels in parallel processes, which leave them in Triton's cache."""
+    context = get_context("spawn")
+    with ProcessPoolExecutor(COMPILERS, mp_context=context) as pool:
+        list(pool.map(_compile, dict.fromkeys(wanted)))
+
+
+def _compile(wanted: tuple[Case, Launch]) -> None:
+    case, launch = wanted
+    device = torch.device("cuda")
+    decoding = Decoding(case, 1, device)
+    inputs = Inputs.draw(case, 1, device)
+    call(case, inputs, decoding.memory(), decoding.indices, launch)
+    torch.cuda.synchronize()
+
+
+class Timing:
+    """One case at one batch size, ready to time under any settings."""
+
+    def __init__(self, case: Case, rows: int, device: torch.device) -> None:
+        self.case, self.rows, self.device = case, rows, device
+        self.decoding = Decoding(case, rows, device)
+        size = rows * case.state_bytes
+        count = min(MOST_LAYERS, max(2, -(-ROTATED_BYTES // size)))
+        self.layers = [self.decoding.memory() for _ in range(count)]
+        self.inputs = Inputs.draw(case, rows, device)
+
+    def us(self, launch: Launch | None = None, *, is_exact: bool = True) -> float:
+        """Return microseconds per launch, folds at their true rate."""
+        return self._cycle(launch, is_exact=is_exact)[0]
+
+    def _cycle(
+        self, launch: Launch | None = None, *, is_exact: bool = True
+    ) -> tuple[float, float, float]:
+        """Return mean microseconds per launch over a cycle, and bytes read and written."""
+
+        def run(memory: ReplayMemory) -> Tensor:
+            indices = self.decoding.indices
+            return call(self.case, self.inputs, memory, indices, launch, is_exact=is_exact)
+
+        graph = _capture([lambda memory=memory: run(memory) for memory in self.layers])
+        cycle = self.case.replay_len
+        times: list[list[float]] = [[] for _ in range(cycle)]
+        moved: list[tuple[float, float]] = []
+        graph.replay()
+        for step in range(cycle * max(PASSES, -(-20 // cycle))):
+            times[step % cycle].append(_replay_us(graph) / len(self.layers))
+            if step < cycle:
+                moved.append(self.decoding.bytes_moved())
+            self.decoding.advance()
+        read, write = map(statistics.fmean, zip(*moved, strict=True))
+        return statistics.fmean(map(statistics.median, times)), read, write
+
+    def row(self) -> dict[str, Any]:
+        """Time the pinned settings."""
+        us, read, write = self._cycle()
+        # a write goes with a read of the same size, at the rate of an update in place
+        floor = (read - write) / READ_BANDWIDTH + 2 * write / UPDATE_BANDWIDTH
+        return {
+            "name": str(self.case),
+            "kernel": self.case.kernel,
+            "B": self.rows,
+            "us": us,
+            "MB": (read + write) / 1e6,
+            "floor_us": floor * 1e6,
+            "share_of_floor": floor * 1e6 / us,
+        }
+
+
+def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def _capture(launches: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """Warm up and capture all launches in one graph."""
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        launches[0]()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for launch in launches:
+                launch()
+    torch.cuda.synchronize()
+    return graph
+
+
+# step shapes that are measured
+SHAPES = ((1, 16, 1), (1, 1, 1), (4, 16, 3))
+
+
+def cases() -> list[Case]:
+    """Return every case that is measured: replay, packed, and a window of which 3 are accepted."""
+    return [
+        Case(recurrence, width, replay_len, accepted, dtype)
+        for recurrence, (width, replay_len, accepted), dtype in product(
+            (GDN, KDA), SHAPES, (FP32, BF16)
+        )
+    ]
+
+
+def measure(device: torch.device) -> list[dict[str, Any]]:
+    """Time all kernels; a row has name, us, bytes, and the floor's share."""
+    torch.manual_seed(0)
+    compile_all([(case, case.launch(rows)) for case, rows in product(cases(), MEASURED_ROWS)])
+    found = [Timing(case, rows, device).row() for case, rows in product(cases(), MEASURED_ROWS)]
+    return found + list(_peer_rows(device))
+
+
+def _peer_rows(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Time fla-core's recurrent kernels on the same shapes, where it is installed."""
+    try:
+        from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+        from fla.ops.kda import fused_recurrent_kda
+    except ImportError:
+        return
+    peers = {GDN: fused_recurrent_gated_delta_rule, KDA: fused_recurrent_kda}
+    for (recurrence, peer), rows in product(peers.items(), MEASURED_ROWS):
+        case = Case(recurrence, replay_len=1)
+        inputs = Inputs.draw(case, rows, device)
+        count = min(MOST_LAYERS, max(2, -(-ROTATED_BYTES // (rows * case.state_bytes))))
+        states = [torch.randn(rows, VALUE_HEADS, DIM, DIM, device=device) for _ in range(count)]
+        q, k, v, beta, log_decay = (x.contiguous() for x in inputs.args)
+        g = log_decay[..., 0] if recurrence is GDN else log_decay
+        graph = _capture(
+            [
+                lambda state=state, peer=peer, q=q, k=k, v=v, beta=beta, g=g: peer(
+                    q, k, v, g=g, beta=beta, scale=DIM**-0.5, initial_state=state,
+                    output_final_state=True, use_qk_l2norm_in_kernel=True,
+                )
+                for state in states
+            ]
+        )  # fmt: skip
+        us = statistics.median(_replay_us(graph) for _ in range(20)) / count
+        moved = rows * (2 * case.state_bytes + sum(case.token_bytes))
+        floor_us = moved / UPDATE_BANDWIDTH * 1e6
+        yield {
+            "name": f"fla-core {recurrence.name.lower()}", "kernel": "fused_recurrent", "B": rows,
+            "us": us, "MB": moved / 1e6, "floor_us": floor_us, "share_of_floor": floor_us / us,
+        }  # fmt: skip
+
+
+CANDIDATES: dict[str, list[Launch]] = {
+    "decode": [
+        Launch(16, 16, 1), Launch(32, 32, 1), Launch(64, 64, 1, 8), Launch(16, 32, 2),
+        Launch(16, 64, 4), Launch(32, 64, 2), Launch(16, 128, 3), Launch(16, 128, 4),
+        Launch(16, 128, 6), Launch(32, 128, 3), Launch(32, 128, 4), Launch(64, 128, 2, 8),
+        Launch(8, 128, 5, 2), Launch(16, 128, 4, 2), Launch(16, 128, 4, 4, 96),
+    ],
+    "packed": [
+        Launch(8, 8, 1, 2), Launch(16, 16, 1), Launch(16, 16, 1, 2), Launch(32, 32, 1),
+        Launch(32, 32, 1, 8), Launch(64, 64, 1), Launch(64, 64, 1, 8), Launch(128, 128, 1, 8),
+        Launch(16, 128, 4), Launch(32, 128, 3),
+    ],
+    "window": [
+        Launch(16, 16, 1), Launch(32, 32, 1), Launch(64, 64, 1), Launch(32, 64, 2),
+        Launch(16, 128, 4), Launch(32, 128, 2), Launch(32, 128, 3), Launch(32, 128, 4),
+        Launch(32, 128, 3, 4, 128), Launch(32, 128, 3, 4, 168), Launch(64, 128, 2),
+        Launch(64, 128, 2, 8), Launch(64, 128, 2, 4, 168),
+    ],
+}  # fmt: skip
+
+
+def sweep(device: torch.device) -> list[dict[str, Any]]:
+    """Time candidate settings in each row bucket; print the best four of each, return them all."""
+    torch.manual_seed(0)
+    compile_all([(case, launch) for case in cases() for launch in CANDIDATES[case.kernel]])
+    found = []
+    for case, (bucket, rows) in product(cases(), enumerate(SIZES)):
+        timing = Timing(case, rows, device)
+        times = {launch: timing.us(launch) for launch in CANDIDATES[case.kernel]}
+        ranked = sorted(times, key=times.__getitem__)
+        best = ", ".join(f"{times[x]:.2f} {tuple(asdict(x).values())}" for x in ranked[:4])
+        rough = f"; TF32 {timing.us(ranked[0], is_exact=False):.2f}" if case.width > 1 else ""
+        pinned = tuple(asdict(case.launch(rows)).values())
+        print(f"{case} B={rows}: {best}{rough}; pinned {pinned}", flush=True)
+        head = {"name": str(case), "bucket": bucket, "B": rows}
+        found += [head | {"us": times[x]} | asdict(x) for x in ranked]
+    return found
+
+
+def main() -> int:
+    """Run what is asked for, print it, and write the file if one is named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("check", "measure", "sweep"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--output", type=Path)
+    asked = parser.parse_args()
+    device = torch.device("cuda")
+    record: dict[str, Any] = {"command": sys.argv, "gpu": torch.cuda.get_device_name(device)}
+    if asked.check:
+        record["checks"] = check(device)
+        for result in record["checks"]:
+            print("ok   " if result["ok"] else "WRONG", f"{result['error']:.2e}", result["name"])
+    is_right = all(result["ok"] for result in record.get("checks", []))
+    if is_right and asked.sweep:
+        record["sweep"] = sweep(device)
+    if is_right and asked.measure:
+        record["figures"] = measure(device)
+    for row in record.get("figures", []):
+        print(" | ".join(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()))
+    if asked.output is not None:
+        asked.output.write_text(json.dumps(record, indent=1) + "\n")
+    return 0 if is_right else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
