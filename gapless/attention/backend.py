@@ -44,6 +44,10 @@ class AttentionBackend(Protocol):
     needs_cpu_seq_lens: bool
     """Whether planning a window reads lengths on the host, which cuts the step with a seam."""
 
+    def kv_lens(self, limit: int) -> tuple[int, ...]:
+        """Bounds that are worth a graph of their own, ascending, `limit` the last."""
+        ...
+
     def plan_window(
         self,
         slots: Tensor,  # [B]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -32,6 +33,10 @@ class _Prefill:
         return prefill_attention(q, kv, self.kv_read, self.segments, scale)
 
 
+# on a CPU, bounds are multiples of so many positions
+KV_LEN_STEP = 64
+
+
 class ReferenceAttention:
     """Gathers each row's pages and attends with a mask; needs nothing from the host."""
 
@@ -42,6 +47,14 @@ class ReferenceAttention:
         self._page_index = self._kv_positions // page_size
         self._offset = self._kv_positions % page_size
         self._page_size = page_size
+        self._is_on_gpu = device != "cpu"
+
+    def kv_lens(self, limit: int) -> tuple[int, ...]:
+        """See `AttentionBackend`: time follows the bound, but each is a capture on a GPU."""
+        if not self._is_on_gpu:
+            return (*range(KV_LEN_STEP, limit, KV_LEN_STEP), limit)
+        powers = (2**exponent for exponent in range(8, 40))
+        return (*takewhile(lambda kv_len: kv_len < limit, powers), limit)
 
     def plan_window(
         self,

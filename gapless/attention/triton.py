@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+# up to here a step with fewer splits per row is worth a graph
+SHORT_KV_LEN = 2048
+
+
 @dataclass(frozen=True)
 class _Window:
     slots: Tensor  # [B]
@@ -67,6 +71,10 @@ class TritonAttention:
     def __init__(self, *, page_size: int, max_len: int, device: str) -> None:
         del max_len, device
         self._page_size = page_size
+
+    def kv_lens(self, limit: int) -> tuple[int, ...]:
+        """See `AttentionBackend`: rows read their own lengths, and the bound only limits splits."""
+        return (SHORT_KV_LEN, limit) if limit > SHORT_KV_LEN else (limit,)
 
     def plan_window(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
@@ -272,14 +273,14 @@ def memory_budget(options: EngineOptions, device: DeviceInfo) -> int:
 
 
 def batch_buckets(max_running: int) -> tuple[int, ...]:
-    """Batch sizes to pad decode steps to: 1, 2, 4, 8, then every 8."""
-    sizes = [1, 2, 4, *range(8, max_running, 8)]
+    """Batch sizes to pad decode steps to: 1, 2, 4, every 8 up to 64, then every 16."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max_running, 16)]
     return (*(size for size in sizes if size < max_running), max_running)
 
 
 def bucket_for(count: int, buckets: Sequence[int]) -> int:
-    """Return the smallest bucket that holds `count` rows."""
-    return next(size for size in buckets if size >= count)
+    """Return the smallest of some ascending sizes that holds `count`."""
+    return buckets[bisect_left(buckets, count)]
 
 
 def _choose(name: str, asked: int | None, default: int) -> int:

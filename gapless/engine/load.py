@@ -23,6 +23,7 @@ from gapless.models.mtp import MTP_RULE, MtpHead, num_stored_layers
 from gapless.models.registry import model_module, read_architecture
 from gapless.runner.device import make_device, num_positions
 from gapless.runner.runner import Runner
+from gapless.runner.warm_up import warm_up
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -129,7 +130,10 @@ def build(recipe: Recipe, rank: int, communicator: Communicator) -> Runner:
     model: Decoder = module.build(architecture, place, num_positions=num_positions(config))
     mtp = MtpHead(architecture, place) if config.drafter == "mtp" else None
     _fill(model, mtp, recipe.weights, module.ignore_rules(architecture), recipe.seed)
-    return Runner(make_device(model, mtp, config, place), config)
+    runner = Runner(make_device(model, mtp, config, place), config)
+    if config.device == "cuda":
+        warm_up(runner, config)
+    return runner
 
 
 def _find_weights(options: EngineOptions, checkpoint: Path) -> _Weights | None:

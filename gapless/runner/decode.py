@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from tqdm import tqdm
 
 from gapless.config.resolve import Config, bucket_for
 from gapless.layers.batch import WindowBatch
+from gapless.ops.sampling import SamplingMode
 from gapless.ops.step_metadata import StepConstants, WindowIndices, window_indices
 from gapless.runner.accept import Accepted, Verified, accept, draft, sampling_mode
 from gapless.runner.graphs import GraphRunner
@@ -23,12 +25,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gapless.core.plan import DecodeRow, PageEntry, StepPlan
-    from gapless.ops.sampling import SamplingMode
     from gapless.runner.device import Device
     from gapless.speculative.drafter import Drafter
 
-# graphs are keyed by how far rows may reach, in steps of this many tokens
-KV_LEN_STEP = 64
+# on a GPU one graph serves greedy and drawn rows: its kernels look at each row
+GPU_MODES = (SamplingMode.DRAWN, SamplingMode.SAMPLED)
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class DecodeRunner:
         self._device = device
         self._buckets = config.buckets
         self._window = config.max_window
-        self._kv_len_limit = device.num_page_columns * config.page_size
+        self._kv_lens = device.backend.kv_lens(device.num_page_columns * config.page_size)
+        self._is_on_gpu = device.device.type == "cuda"
         self._pages_per_row = -(-self._window // config.page_size) + 1
         self._constants = StepConstants(device.geometry, device.device)
         self._graphs = GraphRunner(device.device)
@@ -78,18 +80,32 @@ class DecodeRunner:
             return None
         return self._logprobs.fetch(key.tokens, key.num_top)
 
+    def capture(self) -> None:
+        """Capture the steps that will be asked for, largest first: later ones fit its memory."""
+        keys = [
+            DecodeKey(num_rows, self._window, kv_len, mode, None)
+            for num_rows in reversed(self._buckets)
+            for kv_len in reversed(self._kv_lens)
+            for mode in GPU_MODES
+        ]
+        for key in tqdm(keys, desc="capturing decode steps", unit="graph", disable=None):
+            self._graphs.capture(key, lambda key=key: self._stages(key))  # type: ignore[misc]
+
     def forget_graphs(self) -> None:
         """Destroy the captured steps."""
         self._graphs.clear()
 
     def _key(self, plan: StepPlan) -> DecodeKey:
         # verify reaches W positions past the committed length, the drafts after it W - 1 more
-        reach = plan.max_seq_len + 2 * self._window - 1
+        reach = min(plan.max_seq_len + 2 * self._window - 1, self._kv_lens[-1])
+        mode = sampling_mode(row.request.params for row in plan.decode)
+        if self._is_on_gpu:
+            mode = GPU_MODES[mode.edits_logits]
         return DecodeKey(
             num_rows=bucket_for(len(plan.decode), self._buckets),
             window=self._window,
-            kv_len=min(-(-reach // KV_LEN_STEP) * KV_LEN_STEP, self._kv_len_limit),
-            mode=sampling_mode(row.request.params for row in plan.decode),
+            kv_len=bucket_for(reach, self._kv_lens),
+            mode=mode,
             num_top=num_top(row.request.params.logprobs for row in plan.decode),
         )
 

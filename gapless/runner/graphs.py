@@ -84,20 +84,29 @@ def _run(stages: Sequence[Stage], value: Any) -> Any:
 
 
 class GraphRunner:
-    """Keeps one `StepGraph` per key, made on first use."""
+    """Keeps one `StepGraph` per key.
+
+    On CUDA the keys that `capture` was called with are captured, and all others run as they are,
+    launch by launch: nothing is captured once the engine is ready.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._capture = Capture() if device.type == "cuda" else None
         self._graphs: dict[Hashable, StepGraph] = {}
 
+    def capture(self, key: Hashable, make_stages: Callable[[], Sequence[Stage]]) -> None:
+        """Make the graph of `key`; `make_stages` must leave null inputs in the buffers."""
+        graph = self._graphs[key] = StepGraph(make_stages(), self._capture)
+        logger.debug("step graph %s: %d launch(es)", key, graph.num_launches)
+
     def get(self, key: Hashable, make_stages: Callable[[], Sequence[Stage]]) -> StepGraph:
-        """Return the graph of `key`; `make_stages` must leave null inputs in the buffers."""
+        """Return the graph of `key`, uncaptured if it is not among those that were."""
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = StepGraph(make_stages(), self._capture)
-            logger.debug("step graph %s: %d launch(es)", key, graph.num_launches)
+            graph = self._graphs[key] = StepGraph(make_stages(), None)
+            logger.debug("step %s runs uncaptured", key)
         return graph
 
     def clear(self) -> None:
-        """Destroy all graphs; one that is asked for later is made again."""
+        """Destroy all graphs; one that is asked for later runs uncaptured."""
         self._graphs.clear()

@@ -119,6 +119,11 @@ class Runner:
             plan, tokens, self._num_emitted, self._window, prefill, decode, self._tier
         )
 
+    def capture(self) -> None:
+        """Capture the decode steps, on CUDA."""
+        with torch.inference_mode():
+            self._decode.capture()
+
     def forget_graphs(self) -> None:
         """Destroy the captured steps; those that run again are captured again."""
         self._decode.forget_graphs()

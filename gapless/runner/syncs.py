@@ -1,19 +1,23 @@
-"""A guard that turns hidden host-device synchronisation into an error, on any device.
+"""Hidden host-device synchronisation, turned into an error or counted, on any device.
 
-On CUDA the driver reports it. On a CPU, where nothing blocks, a dispatch mode rejects operations
-that would, and the tensor methods that dispatch nothing on CPU tensors are patched.
+On CUDA the driver and the profiler report it. On a CPU, where nothing blocks, a dispatch mode meets
+operations that would, and the tensor methods that dispatch nothing on CPU tensors are patched.
 """
 
 from __future__ import annotations
 
+import traceback
 import warnings
+from collections import Counter
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gapless.errors import InternalError
 
@@ -41,13 +45,39 @@ _METHODS = (
     "item", "tolist", "cpu", "numpy", "__array__", "to",
     "__bool__", "__int__", "__float__", "__index__",
 )  # fmt: skip
+_PACKAGE = Path(__file__).parent.parent
+_TORCH = Path(torch.__file__).parent
+# calls of the CUDA runtime by which the host waits for the device
+_BLOCKING_CALLS = (
+    "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "cudaMemcpy2D", "cudaMalloc",
+    "cudaFree", "cudaHostAlloc", "cudaFreeHost",
+)  # fmt: skip
+_LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 
 
 class HiddenSync(InternalError):
     """An operation that would make the host wait for the device ran under `forbid_syncs`."""
 
 
+@dataclass
+class CallCounts:
+    """What a piece of host code asked of the device."""
+
+    blocking: Counter[str] = field(default_factory=Counter)
+    """Calls by which the host waited for the device: on a CPU, operations that would wait, by call
+    site; on CUDA, calls of the runtime by name."""
+    graph_launches: int = 0
+    kernel_launches: int = 0
+    """Kernels launched one by one; those in a graph count with it. On CUDA only."""
+    event_waits: int = 0
+    """Times that the host waited for an event, as it does for the result of the step before."""
+
+
 class _Guard(TorchDispatchMode):
+    def __init__(self, report: Callable[[str], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self._report = report
+
     def __torch_dispatch__(
         self,
         func: Any,
@@ -57,22 +87,27 @@ class _Guard(TorchDispatchMode):
     ) -> Any:
         name = str(func)
         if name in _ALWAYS_SYNCS:
-            raise HiddenSync(f"{name} waits for the device")
+            self._report(name)
         by_tensor = name in ("aten.repeat_interleave.Tensor", "aten.repeat_interleave.self_Tensor")
         if by_tensor and (kwargs or {}).get("output_size") is None:
-            raise HiddenSync(f"{name} without output_size waits for the device")
+            self._report(f"{name} without output_size")
         if name.startswith(("aten.index.", "aten.index_put", "aten._index_put_impl")):
             for index in args[1]:
                 if index is not None and index.dtype in (torch.bool, torch.uint8):
-                    raise HiddenSync(f"{name} with a mask waits for the device")
+                    self._report(f"{name} with a mask")
         return func(*args, **(kwargs or {}))
 
 
-def _forbidden(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _watched(
+    method: str, original: Callable[..., Any], report: Callable[[str], None]
+) -> Callable[..., Any]:
     def call(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if method == "to" and not _moves(args, kwargs):
             return original(self, *args, **kwargs)
-        raise HiddenSync(f"Tensor.{method} waits for the device")
+        report(f"Tensor.{method}")
+        # what it dispatches is the same wait, reported once
+        with _disable_current_modes():
+            return original(self, *args, **kwargs)
 
     return call
 
@@ -81,6 +116,23 @@ def _moves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether `Tensor.to` was asked for a device; a change of type alone is fine."""
     places = (str, torch.device, Tensor)
     return any(isinstance(value, places) for value in (*args, kwargs.get("device")))
+
+
+@contextmanager
+def _watch(report: Callable[[str], None]) -> Iterator[None]:
+    """Report what would make the host wait, were the CPU a device."""
+    patches = [
+        mock.patch.object(Tensor, name, _watched(name, getattr(Tensor, name), report))
+        for name in _METHODS
+    ]
+    for patch in patches:
+        patch.start()
+    try:
+        with _Guard(report):
+            yield
+    finally:
+        for patch in patches:
+            patch.stop()
 
 
 @contextmanager
@@ -101,15 +153,41 @@ def forbid_syncs() -> Iterator[None]:
         finally:
             torch.cuda.set_sync_debug_mode(before)
         return
-    patches = [
-        mock.patch.object(Tensor, name, _forbidden(name, getattr(Tensor, name)))
-        for name in _METHODS
+    with _watch(_raise):
+        yield
+
+
+def _raise(what: str) -> None:
+    raise HiddenSync(f"{what} waits for the device")
+
+
+@contextmanager
+def count_calls() -> Iterator[CallCounts]:
+    """Count blocking calls and launches of the code inside; complete once the block has ended."""
+    counts = CallCounts()
+    if not torch.cuda.is_available():
+        with _watch(lambda what: counts.blocking.update([f"{what} at {_call_site()}"])):
+            yield counts
+        return
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        yield counts
+    for event in profile.events() or ():
+        name = event.name
+        counts.graph_launches += name == "cudaGraphLaunch"
+        counts.kernel_launches += name in _LAUNCHES
+        counts.event_waits += name == "cudaEventSynchronize"
+        if name in _BLOCKING_CALLS:
+            counts.blocking[name] += 1
+
+
+def _call_site() -> str:
+    """The innermost line of the package, this file left out; the caller's where there is none."""
+    frames = [
+        frame
+        for frame in traceback.extract_stack()
+        if frame.filename != __file__ and _TORCH not in Path(frame.filename).parents
     ]
-    for patch in patches:
-        patch.start()
-    try:
-        with _Guard():  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-            yield
-    finally:
-        for patch in patches:
-            patch.stop()
+    own = [frame for frame in frames if _PACKAGE in Path(frame.filename).parents]
+    frame = (own or frames)[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno}"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gapless import LLM, SamplingParams
 from gapless.layers import mlp
-from gapless.runner.syncs import HiddenSync, forbid_syncs
+from gapless.runner.syncs import HiddenSync, count_calls, forbid_syncs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,6 +50,34 @@ HARMLESS: dict[str, Callable[[Tensor], Any]] = {
     "repeat_interleave by number": lambda x: x.repeat_interleave(2, 0),
     "copy": lambda x: torch.empty_like(x).copy_(x, non_blocking=True),
 }
+
+
+def test_waits_are_counted_by_call_site() -> None:
+    x = torch.arange(6.0)
+    with count_calls() as counts:
+        for _ in range(2):
+            x.sum().item()
+        x + 1
+        x.tolist()
+    assert sorted(counts.blocking.values()) == [1, 2]
+    assert all("test_syncs.py:" in site for site in counts.blocking)
+
+
+def test_a_served_request_waits_for_nothing_but_results() -> None:
+    llm = LLM(max_running_requests=2, max_model_len=128)
+    llm.generate("warm", SamplingParams(max_tokens=3))
+    launch = llm.engine._loop._run
+    blocking = []
+
+    def counted(plan: Any) -> Any:
+        with count_calls() as counts:
+            handle = launch(plan)
+        blocking.extend(counts.blocking)
+        return handle
+
+    llm.engine._loop._run = counted
+    llm.generate("Ann has 4 boxes", SamplingParams(temperature=0.0, max_tokens=8))
+    assert blocking == []
 
 
 @pytest.mark.parametrize("kind", VIOLATIONS)

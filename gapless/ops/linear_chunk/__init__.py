@@ -53,7 +53,7 @@ def chunk_prefill(
     Contract and formulas: `reference.chunk_prefill`.
     """
     if q.is_cuda:
-        reason = fla.unsupported(q, checkpoint, indices.gather.shape[1], recurrence)
+        reason = fla.unsupported(q, indices.gather.shape[1], recurrence)
         if reason is None:
             assert beta is not None, "a delta rule has beta"
             return fla.chunk_prefill(
@@ -69,4 +69,4 @@ def chunk_prefill(
 
 @cache
 def _log_fallback(reason: str) -> None:
-    _logger.warning("chunked prefill runs on torch operations, which are slow: %s", reason)
+    _logger.warning("chunked prefill runs on slow torch operations: %s", reason)

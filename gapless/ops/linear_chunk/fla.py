@@ -42,12 +42,12 @@ def _missing() -> str | None:
     return None
 
 
-def unsupported(q: Tensor, checkpoint: Tensor, chunk: int, recurrence: Recurrence) -> str | None:
+def unsupported(q: Tensor, chunk: int, recurrence: Recurrence) -> str | None:
     """Return why the kernels cannot serve a layer, None if they can; the shapes alone decide."""
     if recurrence is Recurrence.MAMBA2:
-        return "fla-core has no kernel for Mamba-2 here"
+        return "Mamba-2"
     if q.dtype not in _ACTIVATIONS:
-        return f"fla-core multiplies {q.dtype} in TF32"
+        return f"{q.dtype}, whose products would be TF32"
     if chunk != CHUNK:
         return f"chunks of {chunk} tokens, want {CHUNK}"
     if q.shape[2] > _MAX_KEY_DIM:

@@ -1,5 +1,7 @@
 """Triton kernel beside the chunk kernels: normalised queries and keys, laid out for them."""
 
+# ruff: noqa: PLR0917
+
 from __future__ import annotations
 
 import triton

@@ -1,5 +1,71 @@
-"""Mixture of experts: routing, and the weighted sum of the chosen experts."""
+"""Mixture of experts: routing, and the weighted sum of the chosen experts.
 
-from gapless.ops.moe.reference import mix_experts, route
+CUDA tensors go to the Triton kernels where those serve them, and to the torch definition
+otherwise, which is logged once per reason. The choice reads shapes only: no sync.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import TYPE_CHECKING
+
+from gapless.ops.moe import reference
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["mix_experts", "route"]
+
+_logger = logging.getLogger(__name__)
+
+
+def route(
+    logits: Tensor,  # [T, E]
+    num_active: int,  # k
+    *,
+    renormalises: bool,
+) -> tuple[Tensor, Tensor]:  # weights [T, k] acc dtype, experts [T, k] int64
+    """Choose the k most probable experts of every token. Contract: `reference.route`."""
+    if logits.is_cuda:
+        from gapless.ops.moe import triton
+
+        reason = triton.unsupported_logits(logits)
+        if reason is None:
+            return triton.route(logits, num_active, renormalises=renormalises)
+        _log_fallback(reason)
+    return reference.route(logits, num_active, renormalises=renormalises)
+
+
+def mix_experts(
+    x: Tensor,  # [T, D]
+    weights: Tensor,  # [T, k] acc dtype
+    experts: Tensor,  # [T, k] int64, distinct in each row
+    gate_up: Tensor,  # [E, 2 I, D], gate first
+    down: Tensor,  # [E, D, I]
+    *,
+    live: Tensor | None = None,  # [T] bool: tokens that are routed at all; None is all of them
+    extra: tuple[Tensor, Tensor] | None = None,  # term [T, D] and gate [T, 1]
+) -> Tensor:  # [T, D] in x's dtype
+    """Return the weighted sum of every token's chosen experts. Contract: `reference.mix_experts`.
+
+    `extra` adds term * sigmoid(gate), a shared expert's part. Rows that are not live are zeros,
+    and no expert is read for them on a GPU.
+    """
+    if x.is_cuda:
+        from gapless.ops.moe import triton
+
+        reason = triton.unsupported_mix(x, weights)
+        if reason is None:
+            return triton.mix_experts(x, weights, experts, gate_up, down, live=live, extra=extra)
+        _log_fallback(reason)
+    out = reference.mix_experts(x, weights, experts, gate_up, down)
+    if extra is not None:
+        term, gate = extra
+        out = out + term * gate.sigmoid()
+    return out if live is None else out.masked_fill(~live[:, None], 0.0)
+
+
+@cache
+def _log_fallback(reason: str) -> None:
+    _logger.info("experts run on torch operations: no kernel for %s", reason)

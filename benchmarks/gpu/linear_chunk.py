@@ -1,0 +1,335 @@
+"""Chunked prefill of the linear layers on a GPU: right first, then how fast.
+
+    python -m benchmarks.gpu.linear_chunk --check --measure [--output figures.json]
+
+Checks compare with float64. Times are those of a CUDA graph of a few calls, the median of 25
+replays; one call works on far more than the L2 cache holds. The op's time includes reading initial
+states from their rows and writing final states to theirs, and its q, k and v are the views that the
+layer has; `contiguous_us` is the same without copying those. `fla_us` is fla-core's own entry point
+on contiguous inputs with states in place, never cut. Both run the same tuned kernels: those are
+tuned on one segment, before anything else is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gapless.core.architecture import Recurrence
+from gapless.ops.linear_chunk import (
+    ChunkIndices,
+    chunk_prefill,
+    plan_chunks,
+    plan_waves,
+    reference,
+    wave_arrays,
+    wave_indices,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+    from torch import Tensor
+
+CHUNK = 64
+EPS = 1e-6
+REPLAYS = 25
+CALLS = 3
+COMPILERS = 8
+
+# |out - wanted| / |wanted|: keys, corrections, and states as they are read are bfloat16
+OUT_BOUND, STATE_BOUND = 1e-2, 1e-2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads of a layer."""
+
+    name: str
+    recurrence: Recurrence
+    key_heads: int
+    value_heads: int
+    key_dim: int = 128
+    value_dim: int = 128
+
+    @property
+    def decay_dim(self) -> int:
+        return self.key_dim if self.recurrence is Recurrence.KIMI_DELTA else 1
+
+
+SHAPES = (
+    Shape("GDN 16k 32v", Recurrence.GATED_DELTA, 16, 32),
+    Shape("KDA 32", Recurrence.KIMI_DELTA, 32, 32),
+)
+# 8,192 tokens each
+PACKINGS = {
+    "1x8192": (8192,),
+    "4x2048": (2048,) * 4,
+    "mixed8": (4096, 2048, 1024, 512, 256, 128, 64, 64),
+    "32x256": (256,) * 32,
+}
+
+
+def last_cuts(lengths: Sequence[int]) -> list[list[int]]:
+    """Two cuts of each segment, as a chat makes: near its end, and where its last page begins."""
+    return [sorted({max(1, n - 40), max(1, (n - 1) // 16 * 16)}) for n in lengths]
+
+
+class Problem:
+    """Packed segments in rows of a checkpoint; odd ones continue, the others start from zeros."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        lengths: Sequence[int],
+        cuts: Sequence[Sequence[int]] | None,
+        device: torch.device,
+        *,
+        state_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.shape, self.lengths, self.device = shape, list(lengths), device
+        tokens = sum(lengths)
+        key_size = shape.key_heads * shape.key_dim
+        value_size = shape.value_heads * shape.value_dim
+        mixed = torch.randn(tokens, 2 * key_size + value_size, device=device).bfloat16()
+        q, k, v = mixed.split([key_size, key_size, value_size], 1)
+        self.inputs = (
+            q.view(tokens, shape.key_heads, -1),
+            k.view(tokens, shape.key_heads, -1),
+            v.view(tokens, shape.value_heads, -1),
+            torch.randn(tokens, shape.value_heads, device=device).sigmoid(),
+            -0.1 * torch.randn(tokens, shape.value_heads, shape.decay_dim, device=device).exp(),
+        )
+        count = len(lengths)
+        self.zero_row = 2 * count
+        self.init_rows = [2 * s if s % 2 else self.zero_row for s in range(count)]
+        self.final_rows = [2 * s + 1 for s in range(count)]
+        own_cuts = [list(own) for own in cuts or [()] * count]
+        num_rows = self.zero_row + 1
+        cut_rows = []
+        for own in own_cuts:
+            cut_rows.append(list(range(num_rows, num_rows + len(own))))
+            num_rows += len(own)
+        self.written = [*self.final_rows, *(row for own in cut_rows for row in own)]
+        states = (num_rows, shape.value_heads, shape.value_dim, shape.key_dim)
+        # what must be written is NaN before
+        self.checkpoint = torch.full(states, math.nan, dtype=state_dtype, device=device)
+        self.checkpoint[self.zero_row] = 0
+        for row in self.init_rows[1::2]:
+            self.checkpoint[row] = torch.randn(states[1:], device=device).to(state_dtype)
+        self.indices = self._indices(own_cuts, cut_rows)
+
+    def _indices(self, cuts: list[list[int]], cut_rows: list[list[int]]) -> ChunkIndices:
+        plan, waves = plan_chunks(self.lengths, CHUNK, cuts), plan_waves(self.lengths, CHUNK, cuts)
+        arrays = wave_arrays(
+            waves, init_rows=self.init_rows, final_rows=self.final_rows, cut_rows=cut_rows
+        )
+        return ChunkIndices(
+            gather=self._sent(plan.gather),
+            scatter=self._sent(plan.scatter),
+            active=plan.active,
+            init_rows=self._sent([self.init_rows[s] for s in plan.order]),
+            final_rows=self._sent([self.final_rows[s] for s in plan.order]),
+            num_cuts=plan.num_cuts,
+            cut_places=self._sent([cut.place for cut in plan.cuts]),
+            cut_rows=self._sent([cut_rows[plan.order[c.place]][c.number] for c in plan.cuts]),
+            waves=wave_indices({name: self._sent(a) for name, a in arrays.items()}, waves),
+        )
+
+    def _sent(self, values: np.ndarray | list[int]) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int64).to(self.device)
+
+    def contiguous(self) -> tuple[Tensor, ...]:
+        """Inputs as an entry point of its own wants them."""
+        return tuple(x.contiguous() for x in self.inputs)
+
+    def run(self, inputs: Sequence[Tensor], checkpoint: Tensor) -> Tensor:
+        """Call the op, which takes what serves the device."""
+        return chunk_prefill(
+            *inputs, checkpoint, self.indices,
+            recurrence=self.shape.recurrence, l2norm_eps=EPS, scale=self.shape.key_dim**-0.5,
+        )  # fmt: skip
+
+    def wanted(self) -> tuple[Tensor, Tensor]:
+        """Outputs and written states by the definition in float64."""
+        checkpoint = self.checkpoint.double()
+        out = reference.chunk_prefill(
+            *(x.double() for x in self.inputs), checkpoint, self.indices,
+            recurrence=self.shape.recurrence, l2norm_eps=EPS, scale=self.shape.key_dim**-0.5,
+        )  # fmt: skip
+        return out, checkpoint[self.written]
+
+    def errors(self) -> tuple[float, float]:
+        """Relative errors of the outputs and of the written states."""
+        checkpoint = self.checkpoint.clone()
+        out = self.run(self.inputs, checkpoint)
+        wanted, states = self.wanted()
+        return relative(out, wanted), relative(checkpoint[self.written], states)
+
+
+def relative(out: Tensor, wanted: Tensor) -> float:
+    """Return |out - wanted| / |wanted|, infinite where something is not finite."""
+    difference = out.double() - wanted
+    error = float(difference.norm() / wanted.norm())
+    return error if math.isfinite(error) else math.inf
+
+
+# several chunks, one, less than one, one token; a segment's end cut, cuts side by side
+CHECKED = (130, 1, 64, 65, 5, 20, 2)
+CHECKED_CUTS = ([1, 64, 100], [1], [], [65], [4], [3, 7, 16], [1, 2])
+
+
+def check(device: torch.device) -> list[dict[str, Any]]:
+    """Compare with the definition; a result is name, error, bound and ok."""
+    torch.manual_seed(0)
+    tune(device)
+    found = []
+    for shape, cuts, state in product(SHAPES, (None, CHECKED_CUTS), (torch.float32, torch.bfloat16)):
+        problem = Problem(shape, CHECKED, cuts, device, state_dtype=state)
+        label = f"{shape.name} {'cut' if cuts else 'uncut'} {str(state).removeprefix('torch.')}"
+        errors = problem.errors()
+        bounds = (OUT_BOUND, STATE_BOUND)
+        for what, error, bound in zip(("outputs", "states"), errors, bounds, strict=True):
+            result = {"name": f"{label} {what}", "error": error, "bound": bound}
+            found.append(result | {"ok": error <= bound})
+    return found
+
+
+def tune(device: torch.device) -> None:
+    """Compile all candidates of fla-core's kernels in parallel, then tune on 8,192 tokens."""
+    with ProcessPoolExecutor(COMPILERS, mp_context=get_context("spawn")) as pool:
+        list(pool.map(_compile_share, range(COMPILERS)))
+    for shape in SHAPES:
+        problem = Problem(shape, PACKINGS["1x8192"], None, device)
+        problem.run(problem.inputs, problem.checkpoint.clone())
+        _fla_alone(problem)()
+    torch.cuda.synchronize()
+
+
+def _compile_share(share: int) -> None:
+    """Compile every eighth candidate; the compiled code stays in Triton's cache on disk."""
+    from triton.runtime.autotuner import Autotuner
+
+    original = Autotuner.__init__
+
+    def with_share(self: Any, fn: Any, names: Any, configs: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, fn, names, configs[share::COMPILERS] or configs[:1], *args, **kwargs)
+
+    Autotuner.__init__ = with_share
+    for shape in SHAPES:
+        problem = Problem(shape, (128,), None, torch.device("cuda"))
+        problem.run(problem.inputs, problem.checkpoint)
+        _fla_alone(problem)()
+    torch.cuda.synchronize()
+
+
+def _fla_alone(problem: Problem) -> Callable[[], object]:
+    """Return a call of fla-core's entry point on the same tokens, uncut."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.kda import chunk_kda
+
+    shape = problem.shape
+    is_kda = shape.recurrence is Recurrence.KIMI_DELTA
+    q, k, v, beta, g = (x[None] for x in problem.contiguous())
+    bounds = torch.tensor([0, *problem.lengths]).cumsum(0)
+    on_device = bounds.to(problem.device)
+    states = problem.checkpoint[problem.init_rows].float()
+
+    def call() -> object:
+        return (chunk_kda if is_kda else chunk_gated_delta_rule)(
+            q=q, k=k, v=v, g=g if is_kda else g[..., 0], beta=beta,
+            scale=shape.key_dim**-0.5, initial_state=states, output_final_state=True,
+            use_qk_l2norm_in_kernel=True, state_v_first=True,
+            cu_seqlens=on_device, cu_seqlens_cpu=bounds,
+        )  # fmt: skip
+
+    return call
+
+
+def measure(device: torch.device) -> list[dict[str, Any]]:
+    """Time the op beside fla-core alone; a row has name, microseconds, and their ratio."""
+    torch.manual_seed(0)
+    found = []
+    for shape, (name, lengths) in product(SHAPES, PACKINGS.items()):
+        problem = Problem(shape, lengths, None, device)
+        cut = Problem(shape, lengths, last_cuts(lengths), device)
+        contiguous = problem.contiguous()
+        us = _time_us(lambda p=problem: p.run(p.inputs, p.checkpoint))
+        contiguous_us = _time_us(lambda p=problem, x=contiguous: p.run(x, p.checkpoint))
+        fla_us = _time_us(_fla_alone(problem))
+        found.append(
+            {
+                "name": f"{shape.name} {name}",
+                "us": us,
+                "contiguous_us": contiguous_us,
+                "fla_us": fla_us,
+                "over_fla": contiguous_us / fla_us,
+                "cut_us": _time_us(lambda p=cut: p.run(p.inputs, p.checkpoint)),
+                "waves": len(cut.indices.waves.waves),
+                "Mtok/s": sum(lengths) / us,
+            }
+        )
+    return found
+
+
+def _time_us(call: Callable[[], object]) -> float:
+    """Return microseconds per call."""
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream), torch.inference_mode():
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(CALLS):
+                call()
+    torch.cuda.synchronize()
+    for _ in range(3):
+        graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / CALLS)
+    return statistics.median(times)
+
+
+def main() -> int:
+    """Run what is asked for; a failed check ends the run without figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for flag in ("--check", "--measure"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--output", type=Path, help="JSON file for all figures")
+    asked = parser.parse_args()
+    device = torch.device("cuda")
+    figures: dict[str, Any] = {"device": torch.cuda.get_device_name(device)}
+    for name, run in (("check", check), ("measure", measure)):
+        if not vars(asked)[name]:
+            continue
+        figures[name] = run(device)
+        for row in figures[name]:
+            print("  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()))
+        if not all(row.get("ok", True) for row in figures[name]):
+            return 1
+    if asked.output:
+        asked.output.write_text(json.dumps(figures, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

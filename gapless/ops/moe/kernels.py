@@ -1,0 +1,344 @@
+"""The kernels behind `triton.py`.
+
+A *pair* is one token with one of its chosen experts; pair `token * k + j` is the token's j-th
+choice. Few pairs run as products of a matrix with a vector, each reading its expert's matrices.
+Many are sorted by expert, so that a tile of them shares a read; then a token's results are summed.
+Either way a token adds its experts in ascending id, in float32, and rounds once.
+"""
+
+# ruff: noqa: PLR0913, PLR0917
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NO_EXPERT = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _route_kernel(
+    logits,
+    weights,
+    experts,
+    stride_token,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_RENORM: tl.constexpr,
+):
+    i_token = tl.program_id(0).to(tl.int64)
+    o_e = tl.arange(0, BLOCK_E)
+    o_k = tl.arange(0, BLOCK_K)
+    b_logit = tl.load(logits + i_token * stride_token + o_e, mask=o_e < E, other=float("-inf"))
+    b_logit = b_logit.to(tl.float32)
+    b_share = tl.exp(b_logit - tl.max(b_logit))
+    b_share /= tl.sum(b_share)
+    # what is NaN comes after all shares, then what was chosen, then what is no expert
+    b_left = tl.where(b_share >= 0.0, b_share, -1.0)
+    b_left = tl.where(o_e < E, b_left, -3.0)
+    b_weight = tl.zeros([BLOCK_K], tl.float32)
+    b_expert = tl.zeros([BLOCK_K], tl.int32)
+    for i_k in range(K):
+        most = tl.max(b_left)
+        expert = tl.min(tl.where(b_left == most, o_e, E - 1))
+        b_weight = tl.where(o_k == i_k, most, b_weight)
+        b_expert = tl.where(o_k == i_k, expert, b_expert)
+        b_left = tl.where(o_e == expert, -2.0, b_left)
+    if HAS_RENORM:
+        b_weight /= tl.sum(b_weight)
+    tl.store(weights + i_token * K + o_k, b_weight, mask=o_k < K)
+    tl.store(experts + i_token * K + o_k, b_expert.to(tl.int64), mask=o_k < K)
+
+
+@triton.jit
+def _gated(b_gate, b_up):
+    return b_gate / (1.0 + tl.exp(-b_gate)) * b_up
+
+
+@triton.jit
+def _ranks(experts, weights, i_token, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Load a token's experts, their weights, and each one's place in ascending order."""
+    o_k = tl.arange(0, BLOCK_K)
+    b_expert = tl.load(experts + i_token * K + o_k, mask=o_k < K, other=NO_EXPERT)
+    b_weight = tl.load(weights + i_token * K + o_k, mask=o_k < K, other=0.0)
+    b_rank = tl.sum((b_expert[None, :] < b_expert[:, None]).to(tl.int32), axis=1)
+    return b_expert, b_weight, tl.where(o_k < K, b_rank, K)
+
+
+@triton.jit
+def _extra_term(extra, extra_gate, i_token, o_d, stride_extra, stride_gate, D: tl.constexpr):
+    b_term = tl.load(extra + i_token * stride_extra + o_d, mask=o_d < D, other=0.0)
+    gate = tl.load(extra_gate + i_token * stride_gate).to(tl.float32)
+    return b_term.to(tl.float32) / (1.0 + tl.exp(-gate))
+
+
+@triton.jit
+def _gathered_up_kernel(
+    x,
+    experts,
+    live,
+    gate_up,
+    hidden,
+    stride_x,
+    D: tl.constexpr,
+    INNER: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
+):
+    """Some hidden features of one pair."""
+    i_pair = tl.program_id(1).to(tl.int64)
+    i_token = i_pair // K
+    # one is known when compiling, the other is not
+    if HAS_LIVE:  # noqa: SIM102
+        if tl.load(live + i_token) == 0:
+            return
+    o_i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
+    expert = tl.load(experts + i_pair)
+    p_gate = gate_up + expert * (2 * INNER * D) + o_i[:, None] * D
+    b_gate = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
+    b_up = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
+    for i_d in range(0, D, BLOCK_D):
+        o_d = i_d + tl.arange(0, BLOCK_D)
+        mask = (o_i < INNER)[:, None] & (o_d < D)[None, :]
+        b_x = tl.load(x + i_token * stride_x + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+        b_w = tl.load(p_gate + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
+        b_v = tl.load(p_gate + INNER * D + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
+        b_gate += b_w * b_x[None, :]
+        b_up += b_v * b_x[None, :]
+    b_hidden = _gated(tl.sum(b_gate, axis=1), tl.sum(b_up, axis=1))
+    p_hidden = hidden + i_pair * INNER + o_i
+    tl.store(p_hidden, b_hidden.to(hidden.dtype.element_ty), mask=o_i < INNER)
+
+
+@triton.jit
+def _gathered_down_kernel(
+    hidden,
+    weights,
+    experts,
+    live,
+    down,
+    extra,
+    extra_gate,
+    out,
+    stride_extra,
+    stride_gate,
+    D: tl.constexpr,
+    INNER: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
+    HAS_EXTRA: tl.constexpr,
+):
+    """Some output features of one token, all of its experts added up."""
+    i_token = tl.program_id(1).to(tl.int64)
+    o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    o_k = tl.arange(0, BLOCK_K)
+    p_out = out + i_token * D + o_d
+    # one is known when compiling, the other is not
+    if HAS_LIVE:  # noqa: SIM102
+        if tl.load(live + i_token) == 0:
+            tl.store(p_out, tl.zeros([BLOCK_D], out.dtype.element_ty), mask=o_d < D)
+            return
+    b_expert, b_weight, b_rank = _ranks(experts, weights, i_token, K, BLOCK_K)
+    b_out = tl.zeros([BLOCK_D, BLOCK_I], tl.float32)
+    for i_rank in tl.static_range(K):
+        is_here = b_rank == i_rank
+        expert = tl.sum(tl.where(is_here, b_expert, 0))
+        weight = tl.sum(tl.where(is_here, b_weight, 0.0))
+        i_pair = i_token * K + tl.sum(tl.where(is_here, o_k, 0))
+        p_down = down + expert * (D * INNER) + o_d[:, None] * INNER
+        for i_i in range(0, INNER, BLOCK_I):
+            o_i = i_i + tl.arange(0, BLOCK_I)
+            mask = (o_d < D)[:, None] & (o_i < INNER)[None, :]
+            b_x = tl.load(hidden + i_pair * INNER + o_i, mask=o_i < INNER, other=0.0)
+            b_w = tl.load(p_down + o_i[None, :], mask=mask, other=0.0).to(tl.float32)
+            b_out += b_w * (b_x.to(tl.float32) * weight)[None, :]
+    b_sum = tl.sum(b_out, axis=1)
+    if HAS_EXTRA:
+        b_sum += _extra_term(extra, extra_gate, i_token, o_d, stride_extra, stride_gate, D)
+    tl.store(p_out, b_sum.to(out.dtype.element_ty), mask=o_d < D)
+
+
+@triton.jit
+def _experts_of(experts, live, o_p, num_pairs, K: tl.constexpr, HAS_LIVE: tl.constexpr):
+    b_expert = tl.load(experts + o_p, mask=o_p < num_pairs, other=NO_EXPERT)
+    if HAS_LIVE:
+        b_live = tl.load(live + o_p // K, mask=o_p < num_pairs, other=0)
+        b_expert = tl.where(b_live != 0, b_expert, NO_EXPERT)
+    return b_expert
+
+
+@triton.jit
+def _sort_kernel(
+    experts,
+    live,
+    starts,
+    order,
+    num_pairs,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
+):
+    """Place one expert's pairs behind those of lower experts, in ascending order."""
+    i_expert = tl.program_id(0)
+    b_lower = tl.zeros([BLOCK], tl.int32)
+    b_own = tl.zeros([BLOCK], tl.int32)
+    for i_first in range(0, num_pairs, BLOCK):
+        o_p = i_first + tl.arange(0, BLOCK)
+        b_expert = _experts_of(experts, live, o_p, num_pairs, K, HAS_LIVE)
+        b_lower += (b_expert < i_expert).to(tl.int32)
+        b_own += (b_expert == i_expert).to(tl.int32)
+    place = tl.sum(b_lower)
+    # the next expert stores the same number; only the last one has no next
+    tl.store(starts + i_expert, place)
+    tl.store(starts + i_expert + 1, place + tl.sum(b_own))
+    for i_first in range(0, num_pairs, BLOCK):
+        o_p = i_first + tl.arange(0, BLOCK)
+        b_expert = _experts_of(experts, live, o_p, num_pairs, K, HAS_LIVE)
+        b_is_own = (b_expert == i_expert).to(tl.int32)
+        own = tl.sum(b_is_own)
+        if own > 0:
+            tl.store(order + place + tl.cumsum(b_is_own) - 1, o_p, mask=b_is_own > 0)
+        place += own
+
+
+@triton.jit
+def _tile_of(starts, i_tile, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return a tile's expert, and its first and end place among the sorted pairs; end 0: none."""
+    o_e = tl.arange(0, BLOCK_E)
+    b_start = tl.load(starts + o_e, mask=o_e < E, other=0)
+    b_end = tl.load(starts + o_e + 1, mask=o_e < E, other=0)
+    b_tiles = (b_end - b_start + BLOCK_M - 1) // BLOCK_M
+    expert = tl.sum((tl.cumsum(b_tiles) <= i_tile).to(tl.int32))
+    before = tl.sum(tl.where(o_e < expert, b_tiles, 0))
+    start = tl.sum(tl.where(o_e == expert, b_start, 0))
+    end = tl.sum(tl.where(o_e == expert, b_end, 0))
+    return expert, start + (i_tile - before) * BLOCK_M, end
+
+
+@triton.jit
+def _grouped_up_kernel(
+    x,
+    starts,
+    order,
+    gate_up,
+    hidden,
+    stride_x,
+    D: tl.constexpr,
+    INNER: tl.constexpr,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Some hidden features of a tile of pairs, stored in the sorted order."""
+    expert, first, end = _tile_of(starts, tl.program_id(1), E, BLOCK_E, BLOCK_M)
+    if end == 0:
+        return
+    o_m = first + tl.arange(0, BLOCK_M)
+    m_m = o_m < end
+    b_token = tl.load(order + o_m, mask=m_m, other=0) // K
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    p_x = x + b_token.to(tl.int64)[:, None] * stride_x
+    p_gate = gate_up + expert.to(tl.int64) * (2 * INNER * D) + o_n[None, :] * D
+    b_gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    b_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for i_d in range(0, D, BLOCK_K):
+        o_d = i_d + tl.arange(0, BLOCK_K)
+        b_x = tl.load(p_x + o_d[None, :], mask=m_m[:, None] & (o_d < D)[None, :], other=0.0)
+        mask = (o_d < D)[:, None] & (o_n < INNER)[None, :]
+        b_w = tl.load(p_gate + o_d[:, None], mask=mask, other=0.0)
+        b_v = tl.load(p_gate + INNER * D + o_d[:, None], mask=mask, other=0.0)
+        b_gate = tl.dot(b_x, b_w, b_gate, input_precision=PRECISION)
+        b_up = tl.dot(b_x, b_v, b_up, input_precision=PRECISION)
+    b_hidden = _gated(b_gate, b_up).to(hidden.dtype.element_ty)
+    p_hidden = hidden + o_m.to(tl.int64)[:, None] * INNER + o_n[None, :]
+    tl.store(p_hidden, b_hidden, mask=m_m[:, None] & (o_n < INNER)[None, :])
+
+
+@triton.jit
+def _grouped_down_kernel(
+    hidden,
+    starts,
+    order,
+    down,
+    terms,
+    D: tl.constexpr,
+    INNER: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Some output features of a tile of pairs, stored by pair."""
+    expert, first, end = _tile_of(starts, tl.program_id(1), E, BLOCK_E, BLOCK_M)
+    if end == 0:
+        return
+    o_m = first + tl.arange(0, BLOCK_M)
+    m_m = o_m < end
+    b_pair = tl.load(order + o_m, mask=m_m, other=0).to(tl.int64)
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    p_x = hidden + o_m.to(tl.int64)[:, None] * INNER
+    p_w = down + expert.to(tl.int64) * (D * INNER) + o_n[None, :] * INNER
+    b_out = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for i_i in range(0, INNER, BLOCK_K):
+        o_i = i_i + tl.arange(0, BLOCK_K)
+        m_i = o_i < INNER
+        b_x = tl.load(p_x + o_i[None, :], mask=m_m[:, None] & m_i[None, :], other=0.0)
+        b_w = tl.load(p_w + o_i[:, None], mask=m_i[:, None] & (o_n < D)[None, :], other=0.0)
+        b_out = tl.dot(b_x, b_w, b_out, input_precision=PRECISION)
+    p_out = terms + b_pair[:, None] * D + o_n[None, :]
+    b_out = b_out.to(terms.dtype.element_ty)
+    tl.store(p_out, b_out, mask=m_m[:, None] & (o_n < D)[None, :])
+
+
+@triton.jit
+def _combine_kernel(
+    terms,
+    weights,
+    experts,
+    live,
+    extra,
+    extra_gate,
+    out,
+    stride_extra,
+    stride_gate,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
+    HAS_EXTRA: tl.constexpr,
+):
+    """Some output features of one token from those of its pairs."""
+    i_token = tl.program_id(1).to(tl.int64)
+    o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    o_k = tl.arange(0, BLOCK_K)
+    p_out = out + i_token * D + o_d
+    # one is known when compiling, the other is not
+    if HAS_LIVE:  # noqa: SIM102
+        if tl.load(live + i_token) == 0:
+            tl.store(p_out, tl.zeros([BLOCK_D], out.dtype.element_ty), mask=o_d < D)
+            return
+    _, b_weight, b_rank = _ranks(experts, weights, i_token, K, BLOCK_K)
+    b_sum = tl.zeros([BLOCK_D], tl.float32)
+    for i_rank in tl.static_range(K):
+        is_here = b_rank == i_rank
+        weight = tl.sum(tl.where(is_here, b_weight, 0.0))
+        i_pair = i_token * K + tl.sum(tl.where(is_here, o_k, 0))
+        b_term = tl.load(terms + i_pair * D + o_d, mask=o_d < D, other=0.0)
+        b_sum += b_term.to(tl.float32) * weight
+    if HAS_EXTRA:
+        b_sum += _extra_term(extra, extra_gate, i_token, o_d, stride_extra, stride_gate, D)
+    tl.store(p_out, b_sum.to(out.dtype.element_ty), mask=o_d < D)

@@ -1,0 +1,270 @@
+"""`reference.py` on a GPU: routing in one launch, few pairs in two, many in four, no sync.
+
+A pair is one token with one of its experts. Products accumulate in float32; hidden features are
+rounded to the activation dtype, and so are the terms of very many pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+
+from gapless.ops.moe.kernels import (
+    _combine_kernel,
+    _gathered_down_kernel,
+    _gathered_up_kernel,
+    _grouped_down_kernel,
+    _grouped_up_kernel,
+    _route_kernel,
+    _sort_kernel,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# pairs up to which few enough share an expert that reading its matrices for each costs least
+GATHERED_PAIRS = 64
+# pairs up to which their terms are kept in float32
+EXACT_PAIRS = 4096
+SORT_BLOCK = 2048
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a grouped product is cut into programs."""
+
+    block_m: int  # pairs
+    block_up: int  # hidden features: each has a gate and an up
+    block_down: int  # output features
+    block_k: int  # features summed per iteration
+    num_warps: int
+    num_stages: int
+
+
+def grouped_tiling(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Tiling:
+    """Choose by how many pairs an expert has on average."""
+    if dtype is torch.float32:
+        return Tiling(16, 32, 32, 32, 4, 2)
+    mean = num_pairs / num_experts
+    if mean <= 8:
+        return Tiling(16, 32, 64, 128, 4, 4)
+    if mean <= 64:
+        return Tiling(64, 64, 128, 64, 4, 3)
+    return Tiling(128, 64, 128, 64, 8, 3)
+
+
+def unsupported_logits(logits: Tensor) -> str | None:
+    """Return why the router's kernel cannot serve these logits, None if it can."""
+    return None if logits.dtype in _DTYPES else f"logits of {logits.dtype}"
+
+
+def unsupported_mix(x: Tensor, weights: Tensor) -> str | None:
+    """Return why the kernels cannot serve these inputs, None if they can."""
+    if x.dtype not in _DTYPES or weights.dtype is not torch.float32:
+        return f"activations of {x.dtype} with weights of {weights.dtype}"
+    return None
+
+
+def route(logits: Tensor, num_active: int, *, renormalises: bool) -> tuple[Tensor, Tensor]:
+    """See `reference.route`. Rows of `logits` may be strided."""
+    num_tokens, num_experts = logits.shape
+    assert logits.stride(1) == 1, "a token's logits are contiguous"
+    shape = (num_tokens, num_active)
+    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    experts = torch.empty(shape, dtype=torch.int64, device=logits.device)
+    if num_tokens:
+        _route_kernel[(num_tokens,)](
+            logits,
+            weights,
+            experts,
+            logits.stride(0),
+            E=num_experts,
+            K=num_active,
+            BLOCK_E=triton.next_power_of_2(num_experts),
+            BLOCK_K=triton.next_power_of_2(num_active),
+            HAS_RENORM=renormalises,
+            num_warps=1 if num_experts <= 512 else 4,
+        )
+    return weights, experts
+
+
+def mix_experts(
+    x: Tensor,  # [T, D], rows may be strided
+    weights: Tensor,  # [T, k] float32
+    experts: Tensor,  # [T, k] int64
+    gate_up: Tensor,  # [E, 2 I, D]
+    down: Tensor,  # [E, D, I]
+    *,
+    live: Tensor | None = None,  # [T] bool
+    extra: tuple[Tensor, Tensor] | None = None,  # [T, D], [T, 1]
+) -> Tensor:  # [T, D] in x's dtype
+    """See `mix_experts` of the package."""
+    mix = mix_gathered if experts.numel() <= GATHERED_PAIRS else mix_grouped
+    return mix(x, weights, experts, gate_up, down, live=live, extra=extra)
+
+
+def mix_gathered(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    live: Tensor | None = None,
+    extra: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """`mix_experts` as products with vectors: each pair reads its expert's matrices."""
+    _assert_layout(x, weights, experts, gate_up, down)
+    num_tokens, num_active = experts.shape
+    _, size, inner = down.shape
+    out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
+    if not num_tokens:
+        return out
+    hidden = torch.empty(num_tokens * num_active, inner, dtype=x.dtype, device=x.device)
+    alive, has_live = _alive(live, experts)
+    block_i = min(16, triton.next_power_of_2(inner))
+    _gathered_up_kernel[triton.cdiv(inner, block_i), num_tokens * num_active](
+        x,
+        experts,
+        alive,
+        gate_up,
+        hidden,
+        x.stride(0),
+        D=size,
+        INNER=inner,
+        K=num_active,
+        BLOCK_I=block_i,
+        BLOCK_D=min(512, triton.next_power_of_2(size)),
+        HAS_LIVE=has_live,
+        num_warps=8,
+    )
+    # a single token has to spread over the device
+    block_d = 8 if num_tokens <= 2 else 16
+    _gathered_down_kernel[triton.cdiv(size, block_d), num_tokens](
+        hidden,
+        weights,
+        experts,
+        alive,
+        down,
+        *_extra(extra, out),
+        out,
+        *_extra_strides(extra),
+        D=size,
+        INNER=inner,
+        K=num_active,
+        BLOCK_K=triton.next_power_of_2(num_active),
+        BLOCK_I=min(512, triton.next_power_of_2(inner)),
+        BLOCK_D=block_d,
+        HAS_LIVE=has_live,
+        HAS_EXTRA=extra is not None,
+        num_warps=4,
+    )
+    return out
+
+
+def mix_grouped(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    live: Tensor | None = None,
+    extra: tuple[Tensor, Tensor] | None = None,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """`mix_experts` as matrix products over tiles of pairs that share an expert."""
+    _assert_layout(x, weights, experts, gate_up, down)
+    num_tokens, num_active = experts.shape
+    num_experts, size, inner = down.shape
+    num_pairs = experts.numel()
+    out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
+    if not num_tokens:
+        return out
+    tiling = tiling or grouped_tiling(num_pairs, num_experts, x.dtype)
+    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=x.device)
+    order = torch.empty(num_pairs, dtype=torch.int32, device=x.device)
+    hidden = torch.empty(num_pairs, inner, dtype=x.dtype, device=x.device)
+    exact = torch.float32 if num_pairs <= EXACT_PAIRS else x.dtype
+    terms = torch.empty(num_pairs, size, dtype=exact, device=x.device)
+    alive, has_live = _alive(live, experts)
+    _sort_kernel[(num_experts,)](
+        experts,
+        alive,
+        starts,
+        order,
+        num_pairs,
+        K=num_active,
+        BLOCK=min(SORT_BLOCK, triton.next_power_of_2(num_pairs)),
+        HAS_LIVE=has_live,
+        num_warps=4,
+    )
+    # every expert may leave one tile partly filled
+    num_tiles = num_pairs // tiling.block_m + min(num_experts, num_pairs)
+    sizes: dict[str, Any] = {
+        "D": size,
+        "INNER": inner,
+        "E": num_experts,
+        "BLOCK_E": triton.next_power_of_2(num_experts),
+        "BLOCK_M": tiling.block_m,
+        "BLOCK_K": tiling.block_k,
+        "PRECISION": "ieee" if x.dtype is torch.float32 else "tf32",
+        "num_warps": tiling.num_warps,
+        "num_stages": tiling.num_stages,
+    }
+    _grouped_up_kernel[triton.cdiv(inner, tiling.block_up), num_tiles](
+        x,
+        starts,
+        order,
+        gate_up,
+        hidden,
+        x.stride(0),
+        K=num_active,
+        BLOCK_N=tiling.block_up,
+        **sizes,
+    )
+    _grouped_down_kernel[triton.cdiv(size, tiling.block_down), num_tiles](
+        hidden, starts, order, down, terms, BLOCK_N=tiling.block_down, **sizes
+    )
+    block_d = min(1024, triton.next_power_of_2(size))
+    _combine_kernel[triton.cdiv(size, block_d), num_tokens](
+        terms,
+        weights,
+        experts,
+        alive,
+        *_extra(extra, out),
+        out,
+        *_extra_strides(extra),
+        D=size,
+        K=num_active,
+        BLOCK_K=triton.next_power_of_2(num_active),
+        BLOCK_D=block_d,
+        HAS_LIVE=has_live,
+        HAS_EXTRA=extra is not None,
+        num_warps=4,
+    )
+    return out
+
+
+def _alive(live: Tensor | None, stand_in: Tensor) -> tuple[Tensor, bool]:
+    """Return what the kernels read, and whether they do."""
+    return (stand_in, False) if live is None else (live.view(torch.uint8), True)
+
+
+def _extra(extra: tuple[Tensor, Tensor] | None, stand_in: Tensor) -> tuple[Tensor, Tensor]:
+    return (stand_in, stand_in) if extra is None else extra
+
+
+def _extra_strides(extra: tuple[Tensor, Tensor] | None) -> tuple[int, int]:
+    return (0, 0) if extra is None else (extra[0].stride(0), extra[1].stride(0))
+
+
+def _assert_layout(x: Tensor, *contiguous: Tensor) -> None:
+    assert x.stride(1) == 1, "a token's features are contiguous"
+    assert all(t.is_contiguous() for t in contiguous), (
+        "weights, experts and matrices are contiguous"
+    )

@@ -1,0 +1,99 @@
+"""Chunked prefill on fla-core's kernels: right, from the rows and to the rows, without a sync."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.gpu.linear_chunk import (
+    CHECKED,
+    CHECKED_CUTS,
+    OUT_BOUND,
+    SHAPES,
+    STATE_BOUND,
+    Problem,
+    Shape,
+    last_cuts,
+    relative,
+)
+from gapless.ops.linear_chunk import fla
+from gapless.runner.syncs import forbid_syncs
+from tests.ops.step_recurrence import same_bits
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+DEVICE = torch.device("cuda")
+SHORT = (1, 2, 3, 63, 1)
+
+
+@pytest.fixture(params=SHAPES, ids=str)
+def shape(request: pytest.FixtureRequest) -> Shape:
+    """A shape whose kernels are tuned."""
+    found: Shape = request.param
+    problem = Problem(found, (2048,), None, DEVICE)
+    assert fla.unsupported(problem.inputs[0], 64, found.recurrence) is None
+    problem.run(problem.inputs, problem.checkpoint)
+    return found
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "cuts"),
+    [(CHECKED, None), (CHECKED, CHECKED_CUTS), (SHORT, None), (SHORT, last_cuts(SHORT))],
+    ids=["uncut", "cut", "short", "short and cut"],
+)
+def test_agrees_with_the_definition(
+    shape: Shape,
+    lengths: tuple[int, ...],
+    cuts: list[list[int]] | None,
+    state_dtype: torch.dtype,
+) -> None:
+    problem = Problem(shape, lengths, cuts, DEVICE, state_dtype=state_dtype)
+    out, states = problem.errors()
+    assert out <= OUT_BOUND
+    assert states <= STATE_BOUND
+
+
+def test_writes_its_rows_alone(shape: Shape) -> None:
+    problem = Problem(shape, CHECKED, CHECKED_CUTS, DEVICE)
+    checkpoint = problem.checkpoint.clone()
+    problem.run(problem.inputs, checkpoint)
+    assert torch.isfinite(checkpoint[problem.written]).all()
+    others = [row for row in range(len(checkpoint)) if row not in problem.written]
+    assert same_bits(checkpoint[others], problem.checkpoint[others])
+
+
+def test_continues_where_a_chunk_ended(shape: Shape) -> None:
+    whole = Problem(shape, (200,), None, DEVICE)
+    wanted, _ = whole.wanted()
+    checkpoint = whole.checkpoint.clone()
+    out = []
+    for begin, end, row in ((0, 128, whole.zero_row), (128, 200, 1)):
+        part = Problem(shape, (end - begin,), None, DEVICE)
+        part.init_rows = [row]
+        part.indices = part._indices([[]], [[]])
+        out.append(part.run([x[begin:end] for x in whole.inputs], checkpoint))
+    assert relative(torch.cat(out), wanted) <= OUT_BOUND
+
+
+def test_never_syncs_and_compiles_nothing_later(shape: Shape) -> None:
+    warm = Problem(shape, (300, 200), last_cuts((300, 200)), DEVICE)
+    warm.run(warm.inputs, warm.checkpoint)
+    problems = [
+        Problem(shape, lengths, cuts, DEVICE)
+        for lengths, cuts in ((CHECKED, CHECKED_CUTS), ((1,), None), ((16,) * 17, None))
+    ]
+    torch.cuda.synchronize()
+    launched: list[object] = []
+    hook = _compiled(launched)
+    try:
+        with forbid_syncs():
+            for problem in problems:
+                problem.run(problem.inputs, problem.checkpoint)
+    finally:
+        hook()
+    assert not launched
+
+
+def _compiled(found: list[object]) -> object:
+    raise NotImplementedError
