@@ -18,7 +18,7 @@ import math
 import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,6 +30,7 @@ from gapless.core.architecture import Recurrence
 from gapless.ops.linear_chunk import (
     ChunkIndices,
     chunk_prefill,
+    fla,
     plan_chunks,
     plan_waves,
     reference,
@@ -50,7 +51,7 @@ CALLS = 3
 COMPILERS = 8
 
 # |out - wanted| / |wanted|: keys, corrections, and states as they are read are bfloat16
-OUT_BOUND, STATE_BOUND = 1e-2, 1e-2
+OUT_BOUND, STATE_BOUND = 8e-3, 5e-3
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,9 @@ def check(device: torch.device) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     tune(device)
     found = []
-    for shape, cuts, state in product(SHAPES, (None, CHECKED_CUTS), (torch.float32, torch.bfloat16)):
+    for shape, cuts, state in product(
+        SHAPES, (None, CHECKED_CUTS), (torch.float32, torch.bfloat16)
+    ):
         problem = Problem(shape, CHECKED, cuts, device, state_dtype=state)
         label = f"{shape.name} {'cut' if cuts else 'uncut'} {str(state).removeprefix('torch.')}"
         errors = problem.errors()
@@ -208,7 +211,16 @@ def check(device: torch.device) -> list[dict[str, Any]]:
 
 
 def tune(device: torch.device) -> None:
-    """Compile all candidates of fla-core's kernels in parallel, then tune on 8,192 tokens."""
+    """Compile all candidates of fla-core's kernels in parallel, then tune on 8,192 tokens.
+
+    Raises:
+        RuntimeError: the kernels cannot serve these shapes here, so that nothing is measured.
+    """
+    for shape in SHAPES:
+        problem = Problem(shape, (CHUNK,), None, device)
+        reason = fla.unsupported(problem.inputs[0], CHUNK, shape.recurrence)
+        if reason is not None:
+            raise RuntimeError(f"{shape.name}: {reason}")
     with ProcessPoolExecutor(COMPILERS, mp_context=get_context("spawn")) as pool:
         list(pool.map(_compile_share, range(COMPILERS)))
     for shape in SHAPES:
@@ -323,7 +335,11 @@ def main() -> int:
             continue
         figures[name] = run(device)
         for row in figures[name]:
-            print("  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()))
+            print(
+                "  ".join(
+                    f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()
+                )
+            )
         if not all(row.get("ok", True) for row in figures[name]):
             return 1
     if asked.output:

@@ -81,7 +81,7 @@ def choose_backend(name: str, *, device: str, head_dims: Collection[int], dtype:
     missing = _triton_lacks(device, head_dims, dtype)
     if name == "triton" and missing:
         raise BackendUnavailable(
-            f"attention backend triton on {missing}; use attention backend reference or auto"
+            f"attention_backend=triton on {missing}; use attention_backend=reference or auto"
         )
     if name != "auto":
         logger.info("attention backend = %s (asked for)", name)

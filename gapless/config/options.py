@@ -50,6 +50,8 @@ class EngineOptions:
     """Most prompt tokens run in one step; default: 8192 on a GPU, 512 on a CPU."""
     page_size: int | None = None
     """Tokens per KV page; default 16."""
+    attention_backend: Literal["auto", "triton", "reference"] = "auto"
+    """Kernels of full attention; auto: triton on a GPU where it serves the model."""
     linear_replayssm_cache_len: int | None = None
     """Tokens between two writes of a recurrent state (L); 1 writes it every step; default 16."""
     speculative_algorithm: Literal["auto", "mtp", "ngram", "none"] = "auto"

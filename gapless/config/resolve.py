@@ -69,6 +69,7 @@ class Config:
     replay_len: int  # L
     max_window: int  # W_max
     num_threads: int
+    attention_backend: str  # "auto", "triton" or "reference"
     drafter: str  # "none", "mtp" or "ngram"
     simulated_acceptance: float | None
     buckets: tuple[int, ...]
@@ -128,6 +129,7 @@ def resolve(
         replay_len=footprint.replay_len,
         max_window=footprint.max_window,
         num_threads=_choose("num_threads", options.num_threads, device.num_threads),
+        attention_backend=options.attention_backend,
         drafter=drafter,
         simulated_acceptance=options.speculative_simulate_acceptance,
         buckets=batch_buckets(division.max_running),
@@ -320,7 +322,10 @@ def _check_ranges(options: EngineOptions) -> None:
             f"disable_prefix_cache={options.disable_prefix_cache!r}: want True or False"
         )
     hints = get_type_hints(EngineOptions)
-    for name in ("load_format", "device", "dtype", "ssm_dtype", "speculative_algorithm"):
+    for name in (
+        "load_format", "device", "dtype", "ssm_dtype", "attention_backend",
+        "speculative_algorithm",
+    ):  # fmt: skip
         value, allowed = _field(options, name), get_args(hints[name])
         if value not in allowed:
             raise ConfigError(f"{name}={value!r}: want one of {', '.join(allowed)}")
@@ -349,11 +354,13 @@ def _check_effective(
                     f"{name}={_field(options, name)!r} has no effect: "
                     f"{architecture.model_type} has no linear-attention layer; leave it out"
                 )
-    if not architecture.attention_layers and options.page_size is not None:
-        raise ConfigError(
-            f"page_size={options.page_size} has no effect: {architecture.model_type} has no "
-            "attention layer; leave it out"
-        )
+    if not architecture.attention_layers:
+        for name, default in (("page_size", None), ("attention_backend", "auto")):
+            if _field(options, name) != default:
+                raise ConfigError(
+                    f"{name}={_field(options, name)!r} has no effect: "
+                    f"{architecture.model_type} has no attention layer; leave it out"
+                )
     if device.kind != "cpu" and options.num_threads is not None:
         raise ConfigError(
             f"num_threads={options.num_threads} has no effect on {device.kind}; leave it out"

@@ -40,17 +40,18 @@ class SparseMlp:
         if spec.shared_size:
             self._shared = GatedMlp(hidden_size, MlpSpec(spec.shared_size), place)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map `[T, D]` to `[T, D]`."""
+    def __call__(self, x: Tensor, live: Tensor | None = None) -> Tensor:
+        """Map `[T, D]` to `[T, D]`; tokens outside of `live` [T] are routed to no expert."""
         gates = self._gates(x)
         weights, experts = route(
             gates[:, : self._spec.num_experts],
             self._spec.num_active,
             renormalises=self._spec.renormalises,
         )
-        out = mix_experts(x, weights, experts, self._gate_up, self._down)
+        extra = None
         if self._shared is not None:
-            out = out + self._shared.term(x) * gates[:, self._spec.num_experts :].sigmoid()
+            extra = (self._shared.term(x), gates[:, self._spec.num_experts :])
+        out = mix_experts(x, weights, experts, self._gate_up, self._down, live=live, extra=extra)
         return self._communicator.all_reduce(out)
 
     def targets(self, prefix: str, stored_names: Collection[str]) -> dict[str, Target]:

@@ -89,7 +89,7 @@ def make_device(model: Decoder, mtp: MtpHead | None, config: Config, place: Plac
         model.architecture, geometry, place, ssm_dtype, has_mtp=config.drafter == "mtp"
     )
     backend = make_backend(
-        "auto",
+        config.attention_backend,
         page_size=config.page_size,
         max_len=num_page_columns * config.page_size,
         device=config.device,

@@ -71,6 +71,8 @@ class CallCounts:
     """Kernels launched one by one; those in a graph count with it. On CUDA only."""
     event_waits: int = 0
     """Times that the host waited for an event, as it does for the result of the step before."""
+    kernels: list[tuple[str, float, float]] = field(default_factory=list)
+    """Name, start and end in microseconds of everything that ran on the device. On CUDA only."""
 
 
 class _Guard(TorchDispatchMode):
@@ -174,6 +176,10 @@ def count_calls() -> Iterator[CallCounts]:
         yield counts
     for event in profile.events() or ():
         name = event.name
+        if event.device_type.name == "CUDA":
+            span = event.time_range
+            counts.kernels.append((name, span.start, span.end))
+            continue
         counts.graph_launches += name == "cudaGraphLaunch"
         counts.kernel_launches += name in _LAUNCHES
         counts.event_waits += name == "cudaEventSynchronize"

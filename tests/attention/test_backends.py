@@ -114,7 +114,7 @@ def test_automatic_choice_is_logged(
 
 
 def test_backend_that_cannot_serve_is_an_error() -> None:
-    with pytest.raises(BackendUnavailable, match=r"triton on device cpu \(want cuda\).*reference"):
+    with pytest.raises(BackendUnavailable, match=r"=triton on device cpu \(want cuda\).*reference"):
         choose_backend("triton", device="cpu", head_dims={64}, dtype="float32")
     with pytest.raises(BackendUnavailable, match="head_dim 48"):
         choose_backend("triton", device="cuda", head_dims={48}, dtype="bfloat16")

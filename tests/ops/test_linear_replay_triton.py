@@ -261,7 +261,7 @@ def lengths_of(shape: Shape) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 8, 16])
 @pytest.mark.parametrize("recurrence", [GDN, KDA])
 def test_step_agrees_with_definition(recurrence: Recurrence, width: int, replay_len: int) -> None:
-    shape = Shape(recurrence, width, replay_len)
+    shape = Shape(recurrence, width, replay_len, value_heads=1)
     lengths = lengths_of(shape)
     # the costly shapes keep a full ring and the furthest fold
     check_step(shape, lengths if width < 8 else lengths[2:4])
@@ -441,7 +441,7 @@ def test_fallback_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_shapes_agree_with_recurrence(seed: int) -> None:
     rng = np.random.default_rng(seed)
     width, key_heads = int(rng.integers(1, 17)), int(rng.integers(1, 3))

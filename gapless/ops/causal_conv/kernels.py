@@ -9,6 +9,28 @@ import triton.language as tl
 
 
 @triton.jit
+def _weights(weight, i_first, C: tl.constexpr, WIDTH: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Return a vector of BLOCK_C channels' weights for each tap, oldest first.
+
+    A channel's weights lie together: four of them are read as such and taken apart in registers.
+    """
+    if WIDTH == 4:
+        o_w = i_first * WIDTH + tl.arange(0, BLOCK_C * WIDTH)
+        b_w = tl.load(weight + o_w, mask=o_w < C * WIDTH, other=0.0).to(tl.float32)
+        b_even, b_odd = tl.split(tl.reshape(b_w, [BLOCK_C, 2, 2]))
+        b_0, b_2 = tl.split(b_even)
+        b_1, b_3 = tl.split(b_odd)
+        taps = (b_0, b_1, b_2, b_3)
+    else:
+        o_c = i_first + tl.arange(0, BLOCK_C)
+        taps = ()
+        for i_tap in tl.static_range(WIDTH):
+            b_tap = tl.load(weight + o_c * WIDTH + i_tap, mask=o_c < C, other=0.0)
+            taps = taps + (b_tap.to(tl.float32),)  # noqa: RUF005
+    return taps
+
+
+@triton.jit
 def _causal_conv_kernel(
     source,
     taps,
@@ -29,13 +51,13 @@ def _causal_conv_kernel(
     o_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     m_t, m_c = o_t < num_tokens, o_c < C
     mask = m_t[:, None] & m_c[None, :]
+    b_weights = _weights(weight, tl.program_id(0) * BLOCK_C, C, WIDTH, BLOCK_C)
     b_sum = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
     for i_tap in tl.static_range(WIDTH):
         b_tap = tl.load(taps + i_tap * num_tokens + o_t, mask=m_t, other=0)
         p_x = source + b_tap[:, None] * stride_source + o_c[None, :]
         b_x = tl.load(p_x, mask=mask, other=0.0).to(tl.float32)
-        b_w = tl.load(weight + o_c * WIDTH + i_tap, mask=m_c, other=0.0).to(tl.float32)
-        b_sum += b_x * b_w[None, :]
+        b_sum += b_x * b_weights[i_tap][None, :]
     if HAS_BIAS:
         b_sum += tl.load(bias + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
     if IS_SILU:
@@ -66,6 +88,7 @@ def _convolve_window_kernel(
     i_first = tl.program_id(1) * W
     o_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     m_c = o_c < C
+    b_weights = _weights(weight, tl.program_id(0) * BLOCK_C, C, WIDTH, BLOCK_C)
     for i_w in range(W):
         i_token = (i_first + i_w).to(tl.int64)
         b_x = tl.load(inputs + i_token * stride_input + o_c, mask=m_c)
@@ -83,8 +106,7 @@ def _convolve_window_kernel(
             else:
                 i_entry = tl.load(taps + i_tap * num_tokens + i_token)
                 b_x = tl.load(ring + i_entry * C + o_c, mask=m_c, other=0.0)
-            b_w = tl.load(weight + o_c * WIDTH + i_tap, mask=m_c, other=0.0).to(tl.float32)
-            b_sum += b_x.to(tl.float32) * b_w
+            b_sum += b_x.to(tl.float32) * b_weights[i_tap]
         if HAS_BIAS:
             b_sum += tl.load(bias + o_c, mask=m_c, other=0.0).to(tl.float32)
         if IS_SILU:

@@ -18,12 +18,18 @@ import triton.language as tl
 
 
 @triton.jit
-def _exp(x):
+def _decay(x):
+    """Return exp of x <= 0, to about 1e-7 of the result; below 1e-38 it is 0."""
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
+def _exact_decay(x):
     """Return exp of x <= 0 to one rounding: the hardware's exp2 is exact at integers only.
 
     A checkpoint is multiplied by such a factor at every fold, so a biased one would add up.
     """
-    x = tl.maximum(x, -104.0)
+    x = tl.maximum(x, -87.0)
     n = tl.floor(x * 1.4426950408889634 + 0.5)
     r = (x - n * 0.693145751953125) - n * 1.428606765330187e-06
     p = 1.0 / 720 + r * (1.0 / 5040)
@@ -67,14 +73,14 @@ def _fold(
     total = since
     for j in range(count):
         total += tl.load(p_g + tl.load(entries + j) * (HV * K if IS_PER_CHANNEL else HV))
-    state *= _exp(total)
+    state *= _exact_decay(total)
     for r in range(count):
         entry = tl.load(entries + count - 1 - r)
         key = tl.load(k_ring + (entry * H + i_key_head) * K + o_k).to(tl.float32)
         d = tl.load(d_ring + (entry * HV + i_head) * V + o_v)
         if HAS_NORM:
             key *= tl.rsqrt(tl.sum(key * key) + eps)
-        key *= tl.exp(since)
+        key *= _decay(since)
         state += d[:, None] * key[None, :]
         since += tl.load(p_g + entry * (HV * K if IS_PER_CHANNEL else HV))
     p_out = checkpoint + out_row * (HV * V * K) + o_state
@@ -157,7 +163,7 @@ def _store_inputs(
         tl.store(k_ring + (entry * H + i_key_head) * K + o_k, key)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["zero_entry"])
 def _replay_decode_kernel(
     q,
     k,
@@ -225,9 +231,9 @@ def _replay_decode_kernel(
             folded_key = tl.load(p_folded + c * KB).to(tl.float32) * folded_scale
             folded_keys = folded_keys + (folded_key,)
             if IS_PER_CHANNEL:
-                folded_decay = folded_decay + (_exp(tl.load(p_folded_g + c * KB + o_k)),)
+                folded_decay = folded_decay + (_exact_decay(tl.load(p_folded_g + c * KB + o_k)),)
             else:
-                folded_decay = folded_decay + (_exp(tl.load(p_folded_g)),)
+                folded_decay = folded_decay + (_exact_decay(tl.load(p_folded_g)),)
     else:
         num_ring, num_folded, row = _start(
             checkpoint, d_ring, k_ring, g_ring, ring_read, fold_mask, read_rows, fold_rows,
@@ -238,6 +244,9 @@ def _replay_decode_kernel(
 
     p_key = k + i_row * k_stride + i_key_head * K
     p_query = q + i_row * q_stride + i_key_head * K
+    p_g = log_decay + i_row * g_stride + i_head * (K if IS_PER_CHANNEL else 1)
+    raw_keys = ()
+    raw_queries = ()
     key_squares = o_k * 0.0
     query_squares = o_k * 0.0
     products = o_k * 0.0
@@ -247,20 +256,20 @@ def _replay_decode_kernel(
         key_squares += key * key
         query_squares += query * query
         products += key * query
+        raw_keys = raw_keys + (key,)
+        raw_queries = raw_queries + (query,)
     key_scale, query_scale = 1.0, scale
     if HAS_NORM:
         key_scale = tl.rsqrt(tl.sum(key_squares) + eps)
         query_scale *= tl.rsqrt(tl.sum(query_squares) + eps)
     own_score = tl.sum(products) * (key_scale * query_scale)
-    p_g = log_decay + i_row * g_stride + i_head * (K if IS_PER_CHANNEL else 1)
     keys = ()
     queries = ()
     since = ()
     for c in tl.static_range(K // KB):
-        key = tl.load(p_key + c * KB + o_k).to(tl.float32) * key_scale
-        query = tl.load(p_query + c * KB + o_k).to(tl.float32) * query_scale
+        key, query = raw_keys[c] * key_scale, raw_queries[c] * query_scale
         if IS_PER_CHANNEL:
-            decay = tl.exp(tl.load(p_g + c * KB + o_k))
+            decay = _decay(tl.load(p_g + c * KB + o_k))
             key *= decay
             query *= decay
             since = since + (o_k * 0.0,)
@@ -290,7 +299,7 @@ def _replay_decode_kernel(
             if IS_PER_CHANNEL:
                 p_newer = g_ring + ((newer * HV + i_head) * K)[:, None] + (c * KB + o_k)[None, :]
                 g = tl.load(p_newer, mask=m_newer[:, None], other=0)
-                ring_key *= tl.exp(tl.cumsum(g, 0) + since[c][None, :])
+                ring_key *= _decay(tl.cumsum(g, 0) + since[c][None, :])
                 later = later + (since[c] + tl.sum(g, 0),)
             key_score += ring_key * keys[c][None, :]
             query_score += ring_key * queries[c][None, :]
@@ -299,7 +308,7 @@ def _replay_decode_kernel(
             weight = tl.rsqrt(tl.sum(squares, 1) + eps)
         if not IS_PER_CHANNEL:
             g_newer = tl.load(g_ring + newer * HV + i_head, mask=m_newer, other=0)
-            weight *= tl.exp(tl.cumsum(g_newer, 0) + since[0])
+            weight *= _decay(tl.cumsum(g_newer, 0) + since[0])
             later = (since[0] + tl.sum(g_newer, 0),)
         since = later
         weight = tl.where(r < num_live, weight, 0.0)
@@ -318,14 +327,14 @@ def _replay_decode_kernel(
             for c in tl.static_range(K // KB):
                 p_oldest = g_ring + (oldest * HV + i_head) * K + c * KB + o_k
                 g_oldest = tl.load(p_oldest, mask=(num_live > 0) & (o_k >= 0), other=0)
-                state_keys = state_keys + (keys[c] * tl.exp(since[c] + g_oldest),)
-                state_queries = state_queries + (queries[c] * tl.exp(since[c] + g_oldest),)
+                state_keys = state_keys + (keys[c] * _decay(since[c] + g_oldest),)
+                state_queries = state_queries + (queries[c] * _decay(since[c] + g_oldest),)
         else:
             g_oldest = tl.load(g_ring + oldest * HV + i_head, mask=num_live > 0, other=0)
             since = (since[0] + g_oldest,)
     decay = 1.0
     if not IS_PER_CHANNEL:
-        decay = tl.exp(since[0])
+        decay = _decay(since[0])
 
     b_beta = tl.load(beta + i_row * beta_stride + i_head).to(tl.float32)
     written = tl.load(ring_write + i_row)
@@ -383,7 +392,7 @@ def _dot(a, b, acc, SPLIT_A: tl.constexpr, SPLIT_B: tl.constexpr):
     return tl.dot(a, b, acc=acc, input_precision="tf32")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["zero_entry"])
 def _replay_window_kernel(
     q,
     k,
@@ -485,7 +494,7 @@ def _replay_window_kernel(
             up_to = ()
             for c in tl.static_range(K // KB):
                 key = tl.load(p_key + last * k_token_stride + c * KB + o_k).to(tl.float32)
-                products += x[c] * tl.exp(decay[c]) * key[None, :]
+                products += x[c] * _decay(decay[c]) * key[None, :]
                 g = tl.load(p_g + last * g_token_stride + c * KB + o_k)
                 up_to = up_to + (decay[c] + tl.where((node >= last)[:, None], g[None, :], 0.0),)
             decay = up_to
@@ -493,7 +502,7 @@ def _replay_window_kernel(
             weights = tl.where(o_x[:, None] == last, score, weights)
         weights = tl.where(m_from, weights, 0.0)
         for c in tl.static_range(K // KB):
-            decayed_x = decayed_x + (x[c] * tl.exp(decay[c]),)
+            decayed_x = decayed_x + (x[c] * _decay(decay[c]),)
     else:
         p_node = p_g + o_x * g_token_stride
         g = tl.load(p_node, mask=m_key, other=0)
@@ -502,8 +511,8 @@ def _replay_window_kernel(
         for c in tl.static_range(K // KB):
             weights = _dot(x[c], tl.trans(x[c]), weights, SPLIT_X, SPLIT_X)
         exponent = tl.where(m_from, to_column[None, :] - to_row[:, None], float("-inf"))
-        weights *= tl.exp(exponent)
-        column *= tl.exp(to_column)
+        weights *= _decay(exponent)
+        column *= _decay(to_column)
         decayed_x = x
     weights *= x_scale[:, None] * (tl.where(m_key, -b_beta, 1.0) * x_scale)[None, :]
 
@@ -531,9 +540,9 @@ def _replay_window_kernel(
             if IS_PER_CHANNEL:
                 o_c = c * KB + o_k
                 g_newer = tl.load(p_newer[:, None] + o_c[None, :], mask=m_newer[:, None], other=0)
-                ring_keys *= tl.exp(tl.cumsum(g_newer, 0))
+                ring_keys *= _decay(tl.cumsum(g_newer, 0))
                 g_oldest = tl.load(p_oldest + o_c, mask=(num_live > 0) & (o_k >= 0), other=0)
-                past = tl.exp(tl.sum(g_newer, 0) + g_oldest)
+                past = _decay(tl.sum(g_newer, 0) + g_oldest)
                 state_x = state_x + (decayed_x[c] * past[None, :],)
             else:
                 state_x = state_x + (x[c],)
@@ -543,9 +552,9 @@ def _replay_window_kernel(
             weight *= tl.rsqrt(tl.where(m_live, tl.sum(ring_squares, 1) + eps, 1.0))
         if not IS_PER_CHANNEL:
             g_newer = tl.load(p_newer, mask=m_newer, other=0)
-            weight *= tl.exp(tl.cumsum(g_newer, 0))
+            weight *= _decay(tl.cumsum(g_newer, 0))
             g_oldest = tl.load(p_oldest, mask=num_live > 0, other=0)
-            state_column *= tl.exp(tl.sum(g_newer, 0) + g_oldest)
+            state_column *= _decay(tl.sum(g_newer, 0) + g_oldest)
         scores *= weight[:, None] * column[None, :]
 
     p_state = checkpoint + row * (HV * V * K) + i_head * (V * K)

@@ -142,8 +142,8 @@ def mix_gathered(
         HAS_LIVE=has_live,
         num_warps=8,
     )
-    # a single token has to spread over the device
-    block_d = 8 if num_tokens <= 2 else 16
+    # so few that the loads of all experts are in flight at once, and a single token fills a device
+    block_d = 8
     _gathered_down_kernel[triton.cdiv(size, block_d), num_tokens](
         hidden,
         weights,

@@ -18,8 +18,8 @@ def _offsets(o_row, INNER: tl.constexpr, stride_outer, stride_inner):
 @triton.jit
 def _normed(b_x, weight, o_d, eps, D: tl.constexpr):
     b_inverse = tl.rsqrt(tl.sum(b_x * b_x, axis=1) * (1.0 / D) + eps)
-    b_weight = tl.load(weight + o_d, mask=o_d < D, other=0.0)
-    return b_x * b_inverse[:, None] * b_weight[None, :]
+    b_weight = tl.load(weight + o_d[None, :], mask=(o_d < D)[None, :], other=0.0)
+    return b_x * b_inverse[:, None] * b_weight
 
 
 @triton.jit
