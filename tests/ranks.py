@@ -52,6 +52,20 @@ FULL = {"rope_parameters": {"rope_type": "default", "rope_theta": 20_000.0}}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 SHARED = {"shared_expert_intermediate_size": 28}
 MTP = {"mtp_num_hidden_layers": 1}
+LATENT = {
+    "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 20,
+    "moe_intermediate_size": 20, "routed_scaling_factor": 1.5, "topk_group": 2,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+ROUTED = {
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2, "n_group": 3,
+    "norm_topk_prob": True, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+KIMI = {
+    "num_experts": 6, "num_experts_per_token": 2, "num_shared_experts": 1, "num_expert_group": 3,
+    "moe_renormalize": True, "model_max_length": 512, "layer_types": HYBRID["layer_types"],
+    "linear_num_heads": 6, "linear_head_dim": 12, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 FOUR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -67,6 +81,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"model_type": "qwen3_moe", **COMMON, **FULL, **EXPERTS, "mlp_only_layers": [1]},
     "qwen3_5_moe": {"model_type": "qwen3_5_moe_text", **COMMON, **HYBRID, **EXPERTS, **SHARED},
     "qwen3_next": {"model_type": "qwen3_next", **COMMON, **HYBRID, **EXPERTS, **SHARED},
+    "deepseek_v3": {
+        "model_type": "deepseek_v3", **COMMON, **FULL, **LATENT, **ROUTED, "q_lora_rank": 28
+    },
+    "kimi_linear": {"model_type": "kimi_linear", **COMMON, **LATENT, **KIMI},
     "llama": {
         "model_type": "llama", **COMMON, **FULL, "attention_bias": True,
         "tie_word_embeddings": True,

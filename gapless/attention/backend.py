@@ -1,4 +1,4 @@
-"""What a full-attention backend is, and which one serves a device.
+"""What an attention backend is, full and latent, and which one serves a device.
 
 A backend turns page tables into a `PlannedAttention` once per forward; every layer then runs it.
 """
@@ -35,6 +35,20 @@ class PlannedAttention(Protocol):
         scale: float,
     ) -> Tensor:  # [T, H, head_dim]
         """Attend causally, each token to its own request's positions up to its own."""
+        ...
+
+    def run_latent(
+        self,
+        q: Tensor,  # [T, H, C], absorbed
+        pool: Tensor,  # [entries, C], this forward's own latents included
+        scale: float,
+        *,
+        value_dim: int,  # R
+    ) -> Tensor:  # [T, H, R]
+        """Attend to latents in the same way; contract in `ops/mla/reference.py`.
+
+        Only called on a backend that was chosen for head dims with C among them.
+        """
         ...
 
 

@@ -1,4 +1,4 @@
-"""Full attention with torch operations: the definition, and the CPU path."""
+"""Full and latent attention with torch operations: the definition, and the CPU path."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
+from gapless.ops.mla import prefill_latent_attention, window_latent_attention
 from gapless.ops.paged_attention import prefill_attention, window_attention
 
 
@@ -23,6 +24,14 @@ class _Window:
         )
         return out.reshape(q.shape)
 
+    def run_latent(self, q: Tensor, pool: Tensor, scale: float, *, value_dim: int) -> Tensor:
+        rows, window, _ = self.mask.shape
+        wide = q.view(rows, window, *q.shape[1:])
+        out = window_latent_attention(
+            wide, pool, self.kv_read, self.mask, scale, value_dim=value_dim
+        )
+        return out.flatten(0, 1)
+
 
 @dataclass(frozen=True)
 class _Prefill:
@@ -31,6 +40,11 @@ class _Prefill:
 
     def run(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
         return prefill_attention(q, kv, self.kv_read, self.segments, scale)
+
+    def run_latent(self, q: Tensor, pool: Tensor, scale: float, *, value_dim: int) -> Tensor:
+        return prefill_latent_attention(
+            q, pool, self.kv_read, self.segments, scale, value_dim=value_dim
+        )
 
 
 # on a CPU, bounds are multiples of so many positions

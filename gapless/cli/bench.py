@@ -1,4 +1,4 @@
-"""`gapless bench`: speed, measured round by round and compared within rounds."""
+"""`gapless bench`: decoding measured round by round and compared within rounds; a server's load."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from gapless.cli.bench_serve import BenchServe  # noqa: TC001 (annotations are read when parsing)
 from gapless.cli.report import check_output, table, write_json
 from gapless.config.options import EngineOptions
 from gapless.errors import ConfigError
@@ -167,14 +168,13 @@ class BenchDecode:
 class Bench:
     """Measure speed."""
 
-    # the union makes a subcommand of it, with room for others
     command: (
-        Annotated[BenchDecode, tyro.conf.subcommand("decode")] | Annotated[None, tyro.conf.Suppress]
+        Annotated[BenchDecode, tyro.conf.subcommand("decode")]
+        | Annotated[BenchServe, tyro.conf.subcommand("serve")]
     )
 
     def run(self) -> int:
         """Run the command."""
-        assert self.command is not None, "the parser requires one"
         return self.command.run()
 
 

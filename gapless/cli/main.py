@@ -12,13 +12,15 @@ from gapless.cli.chat import Chat
 from gapless.cli.eval import Eval
 from gapless.cli.generate import Generate
 from gapless.cli.inspect import Inspect
+from gapless.cli.serve import Serve
 from gapless.errors import GaplessError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Command = (
-    Annotated[Generate, tyro.conf.subcommand("generate")]
+    Annotated[Serve, tyro.conf.subcommand("serve")]
+    | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Chat, tyro.conf.subcommand("chat")]
     | Annotated[Eval, tyro.conf.subcommand("eval")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
@@ -33,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: the command line cannot be parsed (2), or help was asked for (0).
     """
     try:
-        command: Generate | Chat | Eval | Bench | Inspect = tyro.cli(
+        command: Serve | Generate | Chat | Eval | Bench | Inspect = tyro.cli(
             Command,
             prog="gapless",
             description="Serve hybrid linear-attention language models.",

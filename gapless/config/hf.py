@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from gapless.core.architecture import YarnSpec
 from gapless.errors import ModelError, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -24,10 +25,20 @@ GENERATION_FILE = "generation_config.json"
 WRAPPER_TYPES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 # transformers fills in these shares of the head where a config gives none; all others rotate 1.0
-DEFAULT_ROTARY_FACTORS = {"qwen3_next": 0.25, "qwen3_5_text": 0.25, "qwen3_5_moe_text": 0.25}
+DEFAULT_ROTARY_FACTORS = {
+    "glm4_moe": 0.5,
+    "qwen3_next": 0.25,
+    "qwen3_5_text": 0.25,
+    "qwen3_5_moe_text": 0.25,
+}
 
 # mrope with equal position rows, which text has, is plain rotary embedding
 PLAIN_ROPE_TYPES = (None, "default", "mrope")
+# turns within the original context, where a config of this type gives none
+YARN_BETA_FAST, YARN_BETA_SLOW = 32.0, 1.0
+
+# rows and columns that share a scale in FP8 checkpoints, which are dequantised on loading
+FP8_BLOCK = 128
 
 DTYPE_NAMES = ("float64", "float32", "bfloat16", "float16")
 
@@ -38,13 +49,25 @@ _DOWNLOAD_AGAIN = "correct the file, or download the checkpoint again"
 class RopeParameters:
     """Rotary embedding of a text model, from either style of config."""
 
+    path: Path
+    """File that says so."""
     theta: float
     rotary_factor: float
     """Share of the head that is rotated, above 0 and at most 1."""
     rope_type: str
-    """Always "default": other types are refused on reading."""
+    """"default" or "yarn": other types are refused on reading."""
     raw: Mapping[str, Any]
     """All rotary keys of the config in one mapping, nulls left out."""
+    yarn: YarnSpec | None = None
+    """How frequencies are stretched, with type "yarn"."""
+
+    def number(self, key: str, default: float) -> float:
+        """Return the number at `key` of the rotary keys; `default` where it is missing.
+
+        Raises:
+            ModelError: it is no finite number.
+        """
+        return _number(self.path, key, self.raw.get(key, default))
 
 
 @dataclass(frozen=True)
@@ -155,7 +178,37 @@ class HfConfig:
             raise _wrong(self.path, "rope_theta", theta, "a number above 0")
         if not 0.0 < factor <= 1.0:
             raise _wrong(self.path, "partial_rotary_factor", factor, "above 0 and at most 1")
-        return RopeParameters(theta, factor, "default", raw)
+        plain = RopeParameters(self.path, theta, factor, "default", raw)
+        if not _is_yarn(raw):
+            return plain
+        yarn = _yarn(plain, self.values.get("max_position_embeddings"))
+        return replace(plain, rope_type="yarn", yarn=yarn)
+
+    def section(self, key: str) -> HfConfig | None:
+        """Return the object at `key` as a config of its own; None where it is missing or null.
+
+        Raises:
+            ModelError: it is no object.
+        """
+        found = self.values.get(key)
+        if found is None:
+            return None
+        if not isinstance(found, dict):
+            raise _wrong(self.path, key, found, "an object or null")
+        return replace(self, values=found)
+
+    def strings(self, key: str) -> tuple[str, ...] | None:
+        """Return the list of strings at `key`, or None where it is missing or null.
+
+        Raises:
+            ModelError: it is no list of strings.
+        """
+        found = self.values.get(key)
+        if found is None:
+            return None
+        if not isinstance(found, list) or not all(isinstance(value, str) for value in found):
+            raise _wrong(self.path, key, found, "a list of strings")
+        return tuple(found)
 
     def layer_types(self, known: Sequence[str]) -> tuple[str, ...]:
         """Return one type per layer, such as "linear_attention" or "full_attention".
@@ -307,7 +360,7 @@ def _refuse_quantization(path: Path, parts: tuple[dict[str, Any], ...]) -> None:
     for part in parts:
         for key in ("quantization_config", "compression_config"):
             found = part.get(key)
-            if found is not None:
+            if found is not None and not (key == "quantization_config" and _is_block_fp8(found)):
                 method = found.get("quant_method") if isinstance(found, dict) else found
                 raise _quantized(path, key, method)
     # ModelOpt exports say it in a file of its own, and config.json may be silent
@@ -316,6 +369,13 @@ def _refuse_quantization(path: Path, parts: tuple[dict[str, Any], ...]) -> None:
         found = read_json_object(separate).get("quantization")
         method = found.get("quant_algo") if isinstance(found, dict) else found
         raise _quantized(separate, "quantization", method)
+
+
+def _is_block_fp8(found: object) -> bool:
+    """Whether weights are stored as `models/loader.py` dequantises them."""
+    return isinstance(found, dict) and (
+        found.get("quant_method"), found.get("fmt", "e4m3"), found.get("weight_block_size")
+    ) == ("fp8", "e4m3", [FP8_BLOCK, FP8_BLOCK])  # fmt: skip
 
 
 def _quantized(path: Path, key: str, method: object) -> UnsupportedModel:
@@ -338,8 +398,46 @@ def _rope_fields(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(block, dict):
             raise _wrong(path, key, block, "an object or null")
         _check_rope_type(path, key, block)
+        if _is_yarn(merged) and not _is_yarn(block):
+            raise UnsupportedModel(
+                f"{path}: rope_scaling says 'yarn', {key} does not; want one of them: take the "
+                "other out of the config"
+            )
         merged.update({name: value for name, value in block.items() if value is not None})
     return merged
+
+
+def _is_yarn(block: Mapping[str, Any]) -> bool:
+    return "yarn" in (block.get("rope_type"), block.get("type"))
+
+
+def _yarn(rope: RopeParameters, max_position: object) -> YarnSpec:
+    """Read how frequencies are stretched, with the defaults of transformers."""
+    path, key = rope.path, "original_max_position_embeddings"
+    original = _integer(path, key, rope.raw.get(key), low=1)
+    if "factor" in rope.raw:
+        factor = rope.number("factor", 1.0)
+    else:
+        factor = _integer(path, "max_position_embeddings", max_position, low=1) / original
+    if factor < 1.0:
+        raise _wrong(path, "factor", factor, "a number of at least 1")
+    scale, all_dims = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
+    attention = yarn_mscale(factor, 1.0)
+    if scale and all_dims:
+        attention = yarn_mscale(factor, scale) / yarn_mscale(factor, all_dims)
+    return YarnSpec(
+        factor=factor,
+        original_max_position=original,
+        beta_fast=rope.number("beta_fast", YARN_BETA_FAST),
+        beta_slow=rope.number("beta_slow", YARN_BETA_SLOW),
+        attention_factor=rope.number("attention_factor", attention),
+        truncates=_boolean(path, "truncate", rope.raw.get("truncate", True)),
+    )
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """Return 0.1 mscale ln(factor) + 1, by which YaRN sharpens attention over longer contexts."""
+    return 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _check_rope_type(path: Path, key: str, block: dict[str, Any]) -> None:
@@ -350,10 +448,10 @@ def _check_rope_type(path: Path, key: str, block: dict[str, Any]) -> None:
             "rotary embedding for all layers: serve another model"
         )
     for name in (block.get("rope_type"), block.get("type")):
-        if name not in PLAIN_ROPE_TYPES:
+        if name not in (*PLAIN_ROPE_TYPES, "yarn"):
             raise UnsupportedModel(
-                f"{path}: rope type {name!r} in {key} is not supported, want 'default': remove "
-                "the scaling from the config to serve the context the model was trained for"
+                f"{path}: rope type {name!r} in {key} is not supported, want 'default' or 'yarn': "
+                "remove the scaling from the config to serve the context the model was trained for"
             )
 
 

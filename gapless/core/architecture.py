@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from math import prod
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -14,6 +15,33 @@ class Recurrence(Enum):
     GATED_DELTA = "gated_delta"  # scalar decay per value head, delta correction
     KIMI_DELTA = "kimi_delta"  # decay per key channel, delta correction
     MAMBA2 = "mamba2"  # scalar decay per head, no correction
+
+
+@dataclass(frozen=True)
+class YarnSpec:
+    """Rotary frequencies stretched beyond the trained context; formulas in `ops/rope/yarn.py`."""
+
+    factor: float
+    """By how much the slow frequencies are divided."""
+    original_max_position: int
+    """Tokens of context before stretching."""
+    beta_fast: float
+    beta_slow: float
+    """Turns within that context above and below which a frequency is kept, and fully divided."""
+    attention_factor: float
+    """What cosines and sines are multiplied by."""
+    truncates: bool = True
+    """Whether the bounds between kept and divided channels are rounded outwards."""
+
+
+@dataclass(frozen=True)
+class RotarySpec:
+    """A rotary embedding."""
+
+    dim: int
+    """Channels that are rotated, of each head."""
+    theta: float
+    yarn: YarnSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -28,19 +56,97 @@ class AttentionSpec:
     has_qk_norm: bool
     has_output_gate: bool
     has_bias: bool = False
+    """Whether the projections of q, k and v have biases."""
+    has_output_bias: bool = False
+    yarn: YarnSpec | None = None
+
+    @property
+    def kind(self) -> str:
+        """What people call the layer."""
+        return "full attention"
+
+    @property
+    def rotary(self) -> RotarySpec:
+        """How queries and keys are rotated."""
+        return RotarySpec(self.rotary_dim, self.rope_theta, self.yarn)
+
+    @property
+    def entry_shape(self) -> tuple[int, ...]:
+        """Shape of one token's entry in the pages: its keys, then its values."""
+        return 2, self.num_kv_heads, self.head_dim
 
     def num_parameters(self, hidden_size: int) -> int:
         """Weights of the mixer."""
         q_size = self.num_heads * self.head_dim
         in_rows = q_size * (2 if self.has_output_gate else 1)
         in_rows += 2 * self.num_kv_heads * self.head_dim
-        bias = in_rows + hidden_size if self.has_bias else 0
-        norms = 2 * self.head_dim if self.has_qk_norm else 0
-        return (in_rows + q_size) * hidden_size + bias + norms
+        bias = in_rows if self.has_bias else 0
+        bias += hidden_size if self.has_output_bias else 0
+        return (in_rows + q_size) * hidden_size + bias + self.num_acc_parameters
+
+    @property
+    def num_acc_parameters(self) -> int:
+        """Those of them that are kept in the accumulation type: norms."""
+        return 2 * self.head_dim if self.has_qk_norm else 0
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of keys and values of one token in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+        return prod(self.entry_shape) * DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention (MLA): pages hold one low-rank latent and one rotated key a
+    token, from which every head has its keys and values; formulas in `ops/mla/reference.py`."""
+
+    num_heads: int  # H
+    q_lora_rank: int
+    """Size of the latent that queries come from; 0: they come from the input."""
+    kv_lora_rank: int  # R
+    nope_dim: int  # N, channels of a head's query and key that are not rotated
+    rope_dim: int
+    """Channels of a query, and of the key that all heads share, that are rotated."""
+    value_dim: int  # V
+    scale: float
+    """What scores are multiplied by before the softmax."""
+    rotary: RotarySpec | None
+    """None: the `rope_dim` channels are there and not rotated."""
+    is_interleaved: bool = True
+    """Whether checkpoints store rotated channels in pairs (2 i, 2 i + 1), not in two halves."""
+
+    @property
+    def kind(self) -> str:
+        """What people call the layer."""
+        return "latent attention"
+
+    @property
+    def head_dim(self) -> int:
+        """Channels that a query meets in the pages: those of a whole entry."""
+        return self.kv_lora_rank + self.rope_dim
+
+    @property
+    def entry_shape(self) -> tuple[int, ...]:
+        """Shape of one token's entry in the pages: its latent, then its rotated key."""
+        return (self.head_dim,)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Weights of the mixer."""
+        q_rows = self.num_heads * (self.nope_dim + self.rope_dim)
+        kv_rows = self.num_heads * (self.nope_dim + self.value_dim)
+        rank = self.q_lora_rank
+        queries = (hidden_size + q_rows) * rank if rank else hidden_size * q_rows
+        latents = self.head_dim * hidden_size + kv_rows * self.kv_lora_rank
+        outputs = self.num_heads * self.value_dim * hidden_size
+        return queries + latents + outputs + self.num_acc_parameters
+
+    @property
+    def num_acc_parameters(self) -> int:
+        """Those of them that are kept in the accumulation type: norms of the latents."""
+        return self.q_lora_rank + self.kv_lora_rank
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Bytes of one token's entry in one layer."""
+        return prod(self.entry_shape) * DTYPE_BYTES[dtype]
 
 
 @dataclass(frozen=True)
@@ -57,6 +163,11 @@ class LinearSpec:
     """Whether checkpoints store the input projections by key head, q, k, v and z of each."""
 
     @property
+    def kind(self) -> str:
+        """What people call the layer."""
+        return self.recurrence.value.replace("_", " ")
+
+    @property
     def conv_channels(self) -> int:
         """Channels under the convolution: all q, all k, all v."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
@@ -70,8 +181,13 @@ class LinearSpec:
         """Weights of the mixer."""
         value_size = self.num_value_heads * self.value_dim
         rows = self.conv_channels + 2 * value_size + 2 * self.num_value_heads
-        small = self.conv_channels * self.conv_width + 2 * self.num_value_heads + self.value_dim
+        small = self.conv_channels * self.conv_width + self.num_acc_parameters
         return rows * hidden_size + small
+
+    @property
+    def num_acc_parameters(self) -> int:
+        """Those of them that are kept in the accumulation type: decays, their biases, the norm."""
+        return 2 * self.num_value_heads + self.value_dim
 
     def checkpoint_bytes(self, ssm_dtype: str) -> int:
         """Bytes of one state row in one layer."""
@@ -86,6 +202,28 @@ class LinearSpec:
 
 
 @dataclass(frozen=True)
+class KdaSpec(LinearSpec):
+    """Kimi Delta Attention: as many key as value heads; two gates of low rank, one of which is the
+    decay of every key channel."""
+
+    gate_rank: int = field(kw_only=True)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Weights of the mixer."""
+        heads, rank = self.num_value_heads, self.gate_rank
+        rows = self.conv_channels + heads + 2 * rank
+        gates = heads * (self.key_dim + self.value_dim) * rank
+        outputs = heads * self.value_dim * hidden_size
+        convolution = self.conv_channels * self.conv_width
+        return rows * hidden_size + gates + outputs + convolution + self.num_acc_parameters
+
+    @property
+    def num_acc_parameters(self) -> int:
+        """Those of them that are kept in the accumulation type: decays, their biases, the norm."""
+        return self.num_value_heads * (1 + self.key_dim) + self.value_dim
+
+
+@dataclass(frozen=True)
 class MlpSpec:
     """A gated feed-forward block (SwiGLU)."""
 
@@ -94,6 +232,11 @@ class MlpSpec:
     def num_parameters(self, hidden_size: int) -> int:
         """Weights of the block."""
         return 3 * hidden_size * self.intermediate_size
+
+    @property
+    def num_acc_parameters(self) -> int:
+        """Those of them that are kept in the accumulation type."""
+        return 0
 
 
 @dataclass(frozen=True)
@@ -114,13 +257,68 @@ class MoeSpec:
         sizes = self.num_experts * self.intermediate_size + self.shared_size
         return (gates + 3 * sizes) * hidden_size
 
+    @property
+    def num_acc_parameters(self) -> int:
+        """Those of them that are kept in the accumulation type."""
+        return 0
+
+
+class Scoring(Enum):
+    """How a router of groups scores experts and groups; formulas in `ops/group_routing`."""
+
+    SOFTMAX = "softmax"  # a group is worth its best expert
+    BIASED_SIGMOID = "biased_sigmoid"  # a bias in the choice; a group is worth its two best
+
+
+@dataclass(frozen=True)
+class GroupedMoeSpec(MoeSpec):
+    """Experts in groups, chosen from the best groups; the shared block has no gate."""
+
+    scoring: Scoring
+    num_groups: int
+    num_active_groups: int
+    scale: float
+    """What the chosen experts' weights are multiplied by in the end."""
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Weights of all experts, router and shared block."""
+        sizes = self.num_experts * self.intermediate_size + self.shared_size
+        return (self.num_experts + 3 * sizes) * hidden_size + self.num_acc_parameters
+
+    @property
+    def num_acc_parameters(self) -> int:
+        """Those of them that are kept in the accumulation type: the router's bias."""
+        return self.num_experts if self.scoring is Scoring.BIASED_SIGMOID else 0
+
+
+PagedSpec = AttentionSpec | LatentSpec
+"""A mixer that attends over pages."""
+MixerSpec = PagedSpec | LinearSpec
+BlockSpec = MlpSpec | MoeSpec
+
 
 @dataclass(frozen=True)
 class LayerSpec:
     """A pre-norm decoder layer: mixer, then feed-forward."""
 
-    mixer: AttentionSpec | LinearSpec
-    mlp: MlpSpec | MoeSpec
+    mixer: MixerSpec
+    mlp: BlockSpec
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Weights of mixer, block and the norms before them."""
+        parts = self.mixer.num_parameters(hidden_size) + self.mlp.num_parameters(hidden_size)
+        return parts + 2 * hidden_size
+
+    def num_acc_parameters(self, hidden_size: int) -> int:
+        """Those of them that are kept in the accumulation type."""
+        return self.mixer.num_acc_parameters + self.mlp.num_acc_parameters + 2 * hidden_size
+
+
+class MtpNames(Enum):
+    """Where checkpoints have their MTP layer."""
+
+    SEPARATE = "mtp.*"  # beside the model; Qwen
+    NEXT_LAYER = "model.layers.N.*"  # as one more layer after the last; DeepSeek, GLM
 
 
 @dataclass(frozen=True)
@@ -136,11 +334,12 @@ class Architecture:
     max_position: int
     """Tokens of context the model was trained for."""
     num_mtp_layers: int = 0
+    mtp_names: MtpNames = MtpNames.SEPARATE
 
     @property
-    def attention_layers(self) -> tuple[AttentionSpec, ...]:
-        """Specs of the full-attention layers, in order."""
-        return tuple(s.mixer for s in self.layers if isinstance(s.mixer, AttentionSpec))
+    def attention_layers(self) -> tuple[PagedSpec, ...]:
+        """Specs of the layers that attend over pages, in order."""
+        return tuple(s.mixer for s in self.layers if isinstance(s.mixer, PagedSpec))
 
     @property
     def linear_layers(self) -> tuple[LinearSpec, ...]:
@@ -152,10 +351,7 @@ class Architecture:
         """Weights that decoding uses; the MTP layers are not counted."""
         d = self.hidden_size
         embeddings = self.vocab_size * d * (1 if self.ties_embeddings else 2)
-        layers = sum(
-            s.mixer.num_parameters(d) + s.mlp.num_parameters(d) + 2 * d for s in self.layers
-        )
-        return embeddings + layers + d
+        return embeddings + sum(s.num_parameters(d) for s in self.layers) + d
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of keys and values of one token in all layers."""

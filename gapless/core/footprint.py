@@ -10,14 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gapless.core.architecture import (
-    DTYPE_BYTES,
-    Architecture,
-    AttentionSpec,
-    LayerSpec,
-    LinearSpec,
-    MoeSpec,
-)
+from gapless.core.architecture import DTYPE_BYTES, Architecture, LayerSpec, MoeSpec, PagedSpec
 from gapless.core.parallel import architecture_of_rank, head_rows
 
 
@@ -68,11 +61,12 @@ class Footprint:
         elif self.device == "cpu" or spec.vocab_size % self.world_size:
             # a CPU wants the head input-major, the embedding row by row
             count += head
-        acc_count += sum(_num_acc_parameters(spec, layer) for layer in spec.layers)
+        acc_count += sum(layer.num_acc_parameters(spec.hidden_size) for layer in spec.layers)
         if self.has_mtp:
             count += num_mtp_parameters(spec)
             acc_count += 3 * spec.hidden_size
-            acc_count += spec.num_mtp_layers * _num_acc_parameters(spec, mtp_layer(spec))
+            per_layer = mtp_layer(spec).num_acc_parameters(spec.hidden_size)
+            acc_count += spec.num_mtp_layers * per_layer
         found = dict.fromkeys((self.dtype, self.acc_dtype), 0)
         found[self.dtype] += (count - acc_count) * DTYPE_BYTES[self.dtype]
         found[self.acc_dtype] += acc_count * DTYPE_BYTES[self.acc_dtype]
@@ -89,7 +83,7 @@ class Footprint:
         if not self.has_mtp:
             return 0
         mixer = mtp_layer(self.own).mixer
-        assert isinstance(mixer, AttentionSpec), "an MTP layer attends"
+        assert isinstance(mixer, PagedSpec), "an MTP layer attends"
         return self.architecture.num_mtp_layers * mixer.kv_bytes_per_token(self.dtype)
 
     @property
@@ -170,8 +164,8 @@ def human(size: int) -> str:
 
 
 def mtp_layer(spec: Architecture) -> LayerSpec:
-    """The layer that MTP layers are built like: the model's first with full attention."""
-    return next(layer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec))
+    """The layer that MTP layers are built like: the model's last that attends over pages."""
+    return next(layer for layer in reversed(spec.layers) if isinstance(layer.mixer, PagedSpec))
 
 
 def num_active_parameters(spec: Architecture) -> int:
@@ -192,13 +186,4 @@ def num_mtp_parameters(spec: Architecture) -> int:
     if not spec.num_mtp_layers:
         return 0
     d, layer = spec.hidden_size, mtp_layer(spec)
-    per_layer = layer.mixer.num_parameters(d) + layer.mlp.num_parameters(d) + 2 * d
-    return 2 * d * d + 3 * d + spec.num_mtp_layers * per_layer
-
-
-def _num_acc_parameters(spec: Architecture, layer: LayerSpec) -> int:
-    """Weights of a layer that are kept in the accumulation type: norms, decays, their biases."""
-    mixer, norms = layer.mixer, 2 * spec.hidden_size
-    if isinstance(mixer, LinearSpec):
-        return norms + 2 * mixer.num_value_heads + mixer.value_dim
-    return norms + (2 * mixer.head_dim if mixer.has_qk_norm else 0)
+    return 2 * d * d + 3 * d + spec.num_mtp_layers * layer.num_parameters(d)

@@ -1,13 +1,27 @@
-"""What the engine tells its callers about requests."""
+"""What the engine and its callers tell each other about requests.
+
+The types travel between processes too, so their annotations can be resolved at run time.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from gapless.core.counters import DecodeCounters
-    from gapless.core.request import FinishReason
+# ruff: noqa: TC001 (annotations are read at run time)
+from gapless.core.counters import CacheCounters, DecodeCounters, LoopCounters, WaitReason
+from gapless.core.request import FinishReason
+from gapless.core.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A prompt to continue."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    message_end: int | None = None
+    """That of `text.chat.EncodedPrompt`: a state is kept there for the chat's next turn."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +115,28 @@ class Update:
     """What decoding and speculation did for the continuation; with its last update."""
     cached_tokens: int = 0
     """Prompt tokens that the prefix cache spared the continuation; with its last update."""
+    queue_seconds: float = 0.0
+    """Time that the continuation waited before it first ran; with its last update."""
     logprobs: tuple[TokenLogprob, ...] | None = None
     """One per token of `token_ids`; None where they were not asked for."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """One per prompt token after the first: with the first token of a prompt's first continuation,
     if asked for."""
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What an engine holds at one moment, and has done since its start."""
+
+    num_running: int
+    num_waiting: int
+    wait_reason: WaitReason | None
+    """Why the first in the queue was not admitted at the last step."""
+    num_pages: int
+    num_free_pages: int
+    """Pages that neither requests nor the prefix cache hold."""
+    num_state_rows: int
+    num_free_rows: int
+    decode: DecodeCounters
+    cache: CacheCounters
+    loop: LoopCounters

@@ -2,20 +2,26 @@
 
 Every rank keeps `1 / world_size` of the attention heads, of the linear layers' key heads with
 their value heads, and of each feed-forward block's and each expert's intermediate features.
-Embedding, router and norms are whole on each rank. With fewer KV heads than ranks, neighbouring
-ranks keep the same KV head. The vocabulary head is split by rows, the last ranks' padded.
+Embedding, router, norms and latents with the projections to them are whole on each rank. With
+fewer KV heads than ranks, neighbouring ranks keep the same KV head. The vocabulary head is split by
+rows, the last ranks' padded.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from gapless.core.architecture import (
     Architecture,
     AttentionSpec,
+    BlockSpec,
+    GroupedMoeSpec,
+    KdaSpec,
+    LatentSpec,
     LayerSpec,
     LinearSpec,
+    MixerSpec,
     MlpSpec,
     MoeSpec,
 )
@@ -23,6 +29,8 @@ from gapless.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+Linear = TypeVar("Linear", bound=LinearSpec)
 
 
 def attention_of_rank(spec: AttentionSpec, world_size: int) -> AttentionSpec:
@@ -34,7 +42,12 @@ def attention_of_rank(spec: AttentionSpec, world_size: int) -> AttentionSpec:
     )
 
 
-def linear_of_rank(spec: LinearSpec, world_size: int) -> LinearSpec:
+def latent_of_rank(spec: LatentSpec, world_size: int) -> LatentSpec:
+    """Sizes of one rank's part of a latent-attention layer; the latents are whole on each."""
+    return replace(spec, num_heads=spec.num_heads // world_size)
+
+
+def linear_of_rank(spec: Linear, world_size: int) -> Linear:
     """Sizes of one rank's part of a linear-attention layer."""
     return replace(
         spec,
@@ -45,16 +58,24 @@ def linear_of_rank(spec: LinearSpec, world_size: int) -> LinearSpec:
 
 def layer_of_rank(spec: LayerSpec, world_size: int) -> LayerSpec:
     """Sizes of one rank's part of a layer."""
-    mixer, mlp = spec.mixer, spec.mlp
-    size = mlp.intermediate_size // world_size
-    return LayerSpec(
-        mixer=attention_of_rank(mixer, world_size)
-        if isinstance(mixer, AttentionSpec)
-        else linear_of_rank(mixer, world_size),
-        mlp=replace(mlp, intermediate_size=size, shared_size=mlp.shared_size // world_size)
-        if isinstance(mlp, MoeSpec)
-        else replace(mlp, intermediate_size=size),
-    )
+    return LayerSpec(_mixer_of_rank(spec.mixer, world_size), _block_of_rank(spec.mlp, world_size))
+
+
+def _mixer_of_rank(spec: MixerSpec, world_size: int) -> MixerSpec:
+    match spec:
+        case AttentionSpec():
+            return attention_of_rank(spec, world_size)
+        case LatentSpec():
+            return latent_of_rank(spec, world_size)
+        case LinearSpec():
+            return linear_of_rank(spec, world_size)
+
+
+def _block_of_rank(spec: BlockSpec, world_size: int) -> BlockSpec:
+    size = spec.intermediate_size // world_size
+    if isinstance(spec, MoeSpec):
+        return replace(spec, intermediate_size=size, shared_size=spec.shared_size // world_size)
+    return replace(spec, intermediate_size=size)
 
 
 def architecture_of_rank(spec: Architecture, world_size: int) -> Architecture:
@@ -92,20 +113,26 @@ def _in_the_way(spec: Architecture, world_size: int) -> Iterator[str]:
     for layer in spec.layers:
         sizes |= _divided(layer.mixer) | _divided(layer.mlp)
     yield from (f"{name}={size}" for name, size in sizes.items() if size % world_size)
-    for kv_heads in sorted({s.num_kv_heads for s in spec.attention_layers}):
+    attention = [s for s in spec.attention_layers if isinstance(s, AttentionSpec)]
+    for kv_heads in sorted({s.num_kv_heads for s in attention}):
         if kv_heads % world_size and world_size % kv_heads:
             yield f"num_key_value_heads={kv_heads}, nor is it a multiple of that,"
 
 
-def _divided(part: AttentionSpec | LinearSpec | MlpSpec | MoeSpec) -> dict[str, int]:
+def _divided(part: MixerSpec | BlockSpec) -> dict[str, int]:
     """Sizes of a part that are split evenly."""
     match part:
-        case AttentionSpec():
+        case AttentionSpec() | LatentSpec():
             return {"num_attention_heads": part.num_heads}
+        case KdaSpec():
+            return {"linear_num_heads": part.num_key_heads}
         case LinearSpec():
             return {"linear_num_key_heads": part.num_key_heads}
         case MlpSpec():
             return {"intermediate_size": part.intermediate_size}
+        case GroupedMoeSpec():
+            # the shared block is a number of experts wide
+            return {"moe_intermediate_size": part.intermediate_size}
         case MoeSpec():
             shared = {"shared_expert_intermediate_size": part.shared_size}
             own = {"moe_intermediate_size": part.intermediate_size}

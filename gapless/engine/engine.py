@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import random
+import time
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from gapless.core.messages import TokenLogprob, Update
-from gapless.core.request import FinishReason, Request
-from gapless.core.sampling_params import MAX_STOP_IDS, SamplingParams
+from gapless.core.messages import EngineStats, Submission, TokenLogprob, Update
+from gapless.core.request import FinishReason, Request, Status
+from gapless.core.sampling_params import SamplingParams
+from gapless.engine.limits import PromptLimits
 from gapless.engine.load import load
 from gapless.engine.loop import EngineLoop
-from gapless.errors import ContextTooLong, InvalidRequest, QueueFull
+from gapless.errors import InvalidRequest, QueueFull
 from gapless.scheduler.scheduler import Scheduler, SchedulerLimits
 from gapless.text.chat import ChatTemplate
 from gapless.text.detokenizer import Detokenizer
@@ -34,7 +37,7 @@ _MASK = 2**64 - 1
 Number = TypeVar("Number", int, float)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Live:
     """A continuation under way."""
 
@@ -42,6 +45,8 @@ class _Live:
     request_id: str
     index: int
     detokenizer: Detokenizer
+    submitted_at: float
+    queue_seconds: float = 0.0
 
 
 class Engine:
@@ -50,20 +55,29 @@ class Engine:
     def __init__(self, options: EngineOptions) -> None:
         loaded = load(options)
         self.config = loaded.config
+        self.checkpoint = loaded.checkpoint
         self.tokenizer = Tokenizer(loaded.checkpoint)
         self.chat_template = ChatTemplate.from_checkpoint(loaded.checkpoint, self.tokenizer)
-        self._vocab_size = loaded.hf.integer("vocab_size")
+        vocab_size = loaded.hf.integer("vocab_size")
         eos = {*loaded.hf.eos_token_ids}
         if self.tokenizer.eos_id is not None:
             eos.add(self.tokenizer.eos_id)
-        # a tokenizer may know more tokens than the model has logits
-        self._eos_ids = tuple(sorted(token_id for token_id in eos if token_id < self._vocab_size))
+        self.limits = PromptLimits(
+            vocab_size=vocab_size,
+            max_model_len=self.config.max_model_len,
+            # a tokenizer may know more tokens than the model has logits
+            eos_ids=tuple(sorted(token_id for token_id in eos if token_id < vocab_size)),
+        )
         self.default_params = _default_params(loaded.hf.generation)
         self._seeds = random.Random(options.seed)
         self.scheduler = Scheduler(_limits(self.config))
         self._loop = EngineLoop(self.scheduler, loaded.run)
         self._close = loaded.close
+        # by the scheduler's id, and the ids of all continuations by that of their request
         self._live: dict[str, _Live] = {}
+        self._open: dict[str, list[str]] = {}
+        # in order of arrival, those that have not been seen to run
+        self._queued: deque[_Live] = deque()
         self._refused: list[Update] = []
 
     @property
@@ -91,39 +105,32 @@ class Engine:
         logger.debug("host: %s", self.loop_counters)
         self._close()
 
+    @property
+    def stats(self) -> EngineStats:
+        """What it holds, and has done since the start; the counters go on counting."""
+        scheduler, config = self.scheduler, self.config
+        pools = scheduler._cache
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            wait_reason=scheduler.wait_reason,
+            num_pages=config.num_pages,
+            num_free_pages=pools.num_free_pages,
+            num_state_rows=config.num_state_rows,
+            num_free_rows=pools.num_free_rows,
+            decode=scheduler.counters,
+            cache=self.cache_counters,
+            loop=self.loop_counters,
+        )
+
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Raise what `submit` would.
+        """Raise what `submit` would of a prompt and its parameters; see `PromptLimits.check`."""
+        self.limits.check(prompt_ids, params)
 
-        Raises:
-            InvalidRequest: empty prompt, a token id outside the vocabulary, too many stop ids.
-            ContextTooLong: the prompt leaves no room for a token of output.
-        """
-        if not prompt_ids:
-            raise InvalidRequest("the prompt has no tokens; want at least one: write something")
-        for name, ids in (
-            ("prompt", prompt_ids),
-            ("stop_token_ids", params.stop_token_ids),
-            ("logit_bias", params.logit_bias or ()),
-        ):
-            for token_id in ids:
-                if isinstance(token_id, bool) or not isinstance(token_id, int):
-                    raise InvalidRequest(f"{name} holds {token_id!r}; want integer token ids")
-                if not 0 <= token_id < self._vocab_size:
-                    raise InvalidRequest(
-                        f"{name} holds token id {token_id}; want 0 to {self._vocab_size - 1}: "
-                        "tokenize with this model's tokenizer"
-                    )
-        if len(prompt_ids) >= self.config.max_model_len:
-            raise ContextTooLong(
-                f"the prompt has {len(prompt_ids)} tokens and the context holds "
-                f"{self.config.max_model_len}, one of them for output; shorten the prompt"
-            )
-        self._stop_ids(params)
-
-    def has_room(self, params: SamplingParams) -> bool:
-        """Whether the queue takes a request with these parameters; an empty one takes any."""
-        waiting = self.scheduler.num_waiting
-        return waiting == 0 or waiting + params.n <= self.config.max_queued_requests
+    def has_room(self, *params: SamplingParams) -> bool:
+        """Whether the queue takes requests with these parameters; an empty one takes any."""
+        waiting, wanted = self.scheduler.num_waiting, sum(own.n for own in params)
+        return waiting == 0 or waiting + wanted <= self.config.max_queued_requests
 
     def submit(
         self,
@@ -142,28 +149,49 @@ class Engine:
             RequestError: as `check`; nothing was queued.
         """
         self.check(prompt_ids, params)
-        if not self.has_room(params):
+        self.enqueue([Submission(request_id, tuple(prompt_ids), params, message_end)])
+
+    def enqueue(self, submissions: Sequence[Submission]) -> None:
+        """Queue prompts that `check` has passed, all or none.
+
+        Raises:
+            QueueFull: see `has_room`.
+            InvalidRequest: an id is in use.
+        """
+        params = [submission.params for submission in submissions]
+        if not self.has_room(*params):
             raise QueueFull(
-                f"{self.scheduler.num_waiting} requests wait, {params.n} more are sent, and "
-                f"{self.config.max_queued_requests} may wait; send it again later, or raise "
-                "max_queued_requests"
+                f"{self.scheduler.num_waiting} requests wait, {sum(own.n for own in params)} more "
+                f"are sent, and {self.config.max_queued_requests} may wait; send it again later, "
+                "or raise max_queued_requests"
             )
-        if any(live.request_id == request_id for live in self._live.values()):
-            raise InvalidRequest(f"request id {request_id!r} is in use; choose another")
+        for submission in submissions:
+            if submission.request_id in self._open:
+                raise InvalidRequest(
+                    f"request id {submission.request_id!r} is in use; choose another"
+                )
+        for submission in submissions:
+            self._enqueue(submission)
+
+    def _enqueue(self, submission: Submission) -> None:
+        prompt_ids, params = submission.prompt_ids, submission.params
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         room = self.config.max_model_len - len(prompt_ids)
         wanted = room if params.max_tokens is None else min(params.max_tokens, room)
-        for index in range(params.n):
+        now = time.perf_counter()
+        own_ids = [f"{submission.request_id}/{index}" for index in range(params.n)]
+        self._open[submission.request_id] = list(own_ids)
+        for index, own_id in enumerate(own_ids):
             request = Request(
-                request_id=f"{request_id}/{index}",
-                prompt_ids=tuple(prompt_ids),
+                request_id=own_id,
+                prompt_ids=prompt_ids,
                 params=params,
                 seed=derived_seed(seed, index),
-                stop_ids=self._stop_ids(params),
+                stop_ids=self.limits.stop_ids(params),
                 limit_len=len(prompt_ids) + wanted,
                 # those of the others would be the same
                 wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0,
-                message_end=message_end,
+                message_end=submission.message_end,
             )
             detokenizer = Detokenizer(
                 self.tokenizer,
@@ -171,31 +199,37 @@ class Engine:
                 skip_special_tokens=params.skip_special_tokens,
                 min_tokens=params.min_tokens,
             )
-            self._live[request.request_id] = _Live(request, request_id, index, detokenizer)
+            live = _Live(request, submission.request_id, index, detokenizer, now)
+            self._live[own_id] = live
+            self._queued.append(live)
             refused = self.scheduler.submit(request)
             if refused is not None:
                 self._refused += self._updates([refused])
 
+    def take_refused(self) -> list[Update]:
+        """Last updates of continuations that were queued and could never run; `step` gives them."""
+        refused, self._refused = self._refused, []
+        return refused
+
     def step(self) -> list[Update]:
         """Run one iteration and return its news."""
-        refused, self._refused = self._refused, []
-        return refused + list(self._updates(self._loop.step()))
+        refused = self.take_refused()
+        deltas = self._loop.step()
+        self._note_admissions()
+        return refused + list(self._updates(deltas))
 
     def abort(self, request_id: str) -> list[Update]:
         """End a request's continuations; their last updates, empty if it is not alive."""
-        found = [live for live in self._live.values() if live.request_id == request_id]
+        found = [self._live[own_id] for own_id in self._open.get(request_id, ())]
         deltas = [self.scheduler.finish(live.request, FinishReason.ABORT) for live in found]
         return list(self._updates(deltas))
 
-    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        own = () if params.ignore_eos else self._eos_ids
-        ids = tuple(dict.fromkeys((*params.stop_token_ids, *own)))
-        if len(ids) > MAX_STOP_IDS:
-            raise InvalidRequest(
-                f"{len(ids)} stop ids with the model's own {list(own)}, at most {MAX_STOP_IDS} are "
-                "held; pass fewer stop_token_ids, or use stop strings"
-            )
-        return ids
+    def _note_admissions(self) -> None:
+        """Time those that have left the queue; none overtakes another."""
+        now = time.perf_counter()
+        while self._queued and self._queued[0].request.status is not Status.WAITING:
+            live = self._queued.popleft()
+            live.queue_seconds = now - live.submitted_at
 
     def _updates(self, deltas: Iterable[Delta]) -> Iterator[Update]:
         for delta in deltas:
@@ -203,8 +237,16 @@ class Engine:
             update = self._decode(live, delta)
             if update.finish_reason is not None:
                 logger.debug("%s: %s", delta.request.request_id, delta.request.counters)
-                del self._live[delta.request.request_id]
+                self._forget(live)
             yield update
+
+    def _forget(self, live: _Live) -> None:
+        own_id = live.request.request_id
+        del self._live[own_id]
+        open_ids = self._open[live.request_id]
+        open_ids.remove(own_id)
+        if not open_ids:
+            del self._open[live.request_id]
 
     def _decode(self, live: _Live, delta: Delta) -> Update:
         """Turn tokens into text, ending the request where a stop string is complete."""
@@ -235,6 +277,7 @@ class Engine:
             error=delta.error,
             counters=None if reason is None else request.counters,
             cached_tokens=0 if reason is None else request.cached_len,
+            queue_seconds=0.0 if reason is None else live.queue_seconds,
             logprobs=_logprobs(request, tokens, delta),
             prompt_logprobs=_prompt_logprobs(delta),
         )

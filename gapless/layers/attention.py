@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gapless.core.parallel import attention_of_rank
 from gapless.layers.linear import Linear, PartialLinear
+from gapless.ops.gates import sigmoid_gate
 from gapless.ops.qk_norm_rope import qk_norm_rope
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Attention:
         self._q_size, self._kv_size = out_share.length, kv_share.length
         in_rows = sum(share.length for share in self._in_shares.values())
         self._in_proj = Linear(hidden_size, in_rows, place, has_bias=spec.has_bias)
-        self._out_proj = PartialLinear(out_share, hidden_size, place, has_bias=spec.has_bias)
+        self._out_proj = PartialLinear(out_share, hidden_size, place, has_bias=spec.has_output_bias)
         self._norm_shift = 1.0 if is_zero_centred else 0.0
         self._q_norm = place.acc_weight(spec.head_dim)
         self._k_norm = place.acc_weight(spec.head_dim)
@@ -73,7 +74,7 @@ class Attention:
         )
         out = batch.attention.run(q, memory, spec.head_dim**-0.5).flatten(1)
         if spec.has_output_gate:
-            out = out * gate.sigmoid()
+            out = sigmoid_gate(out, gate)
         return self._communicator.all_reduce(self._out_proj(out))
 
     def targets(self, prefix: str) -> dict[str, Target]:

@@ -24,6 +24,7 @@ class AttentionBatch:
     positions: Tensor  # [T]
     kv_write: Tensor  # [T]
     attention: PlannedAttention
+    live: Tensor | None  # [T] bool: tokens of no padded row; None is all of them
 
 
 @dataclass(frozen=True)

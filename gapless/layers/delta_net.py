@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gapless.core.parallel import linear_of_rank
@@ -19,7 +18,8 @@ from gapless.layers.batch import (
 )
 from gapless.layers.linear import Linear, PartialLinear
 from gapless.layers.shard import target
-from gapless.ops.causal_conv import causal_conv
+from gapless.ops.causal_conv import causal_conv, convolve_window
+from gapless.ops.gates import delta_gates
 from gapless.ops.linear_chunk import chunk_prefill
 from gapless.ops.linear_replay import replay_window
 from gapless.ops.norm import gated_rms_norm
@@ -95,9 +95,7 @@ class GatedDeltaNet:
         mixed = self._convolve(mixed, memory, batch)
         key_size = spec.num_key_heads * spec.key_dim
         q, k, v = mixed.split([key_size, key_size, self._value_size], dim=-1)
-        acc = self._dt_bias.dtype
-        beta = b.to(acc).sigmoid()
-        log_decay = F.softplus(a.to(acc) + self._dt_bias).mul_(self._neg_decay_rate)
+        beta, log_decay = delta_gates(b, a, self._dt_bias, self._neg_decay_rate)
         lead = (batch.num_rows, -1) if isinstance(batch, WindowBatch) else (x.shape[0],)
         inputs = (
             q.view(*lead, spec.num_key_heads, spec.key_dim),
@@ -128,11 +126,12 @@ class GatedDeltaNet:
     ) -> Tensor:
         ring = memory.conv_ring
         if isinstance(batch, WindowBatch):
-            ring.index_copy_(0, batch.conv_write, mixed)
-            source = ring
-        else:
-            source = torch.cat((mixed, ring.index_select(0, batch.conv_prefix)))
-            ring.index_copy_(0, batch.conv_write, source.index_select(0, batch.conv_keep))
+            return convolve_window(
+                mixed, ring, batch.conv_write, batch.conv_taps, self._conv, None,
+                num_rows=batch.num_rows, activation="silu",
+            )  # fmt: skip
+        source = torch.cat((mixed, ring.index_select(0, batch.conv_prefix)))
+        ring.index_copy_(0, batch.conv_write, source.index_select(0, batch.conv_keep))
         return causal_conv(source, batch.conv_taps, self._conv, None, activation="silu")
 
     def targets(self, prefix: str) -> dict[str, Target]:

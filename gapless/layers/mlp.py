@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch.nn.functional as F
-from torch import Tensor
-
 from gapless.layers.linear import Linear, PartialLinear
+from gapless.ops.silu_mul import silu_mul
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from gapless.core.architecture import MlpSpec
     from gapless.layers.placement import Placement
     from gapless.layers.shard import Target
@@ -30,8 +30,7 @@ class GatedMlp:
 
     def term(self, x: Tensor) -> Tensor:
         """Map `[T, D]` to this rank's term `[T, D]` of the output."""
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(F.silu(gate).mul_(up))
+        return self._down(silu_mul(self._gate_up(x)))
 
     def targets(self, prefix: str) -> dict[str, Target]:
         """Checkpoint names and where they go."""

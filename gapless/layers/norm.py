@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gapless.ops.norm import rms_norm
+from gapless.ops.norm import add_rms_norm, rms_norm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +23,12 @@ class RmsNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise `[..., size]`."""
         return rms_norm(x, self.weight, self.eps)
+
+    def of_sum(self, x: Tensor, term: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return `x + term`, or x without a term, and its norm, all `[..., size]`."""
+        if term is None:
+            return x, self(x)
+        return add_rms_norm(x, term, self.weight, self.eps)
 
     def finalize(self) -> None:
         """Turn the loaded weight into the multiplier, once."""

@@ -8,16 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gapless.core.architecture import Architecture, AttentionSpec, LayerSpec, MoeSpec
+from gapless.core.architecture import Architecture, LayerSpec, MoeSpec
 from gapless.core.parallel import head_rows
-from gapless.layers.attention import Attention
-from gapless.layers.delta_net import GatedDeltaNet
 from gapless.layers.mlp import GatedMlp
 from gapless.layers.moe import SparseMlp
 from gapless.layers.norm import RmsNorm
 from gapless.layers.shard import target
 from gapless.models.loader import IgnoreRule
+from gapless.models.mixers import SPARSE_BLOCKS, NormStyle, make_mixer
 from gapless.ops.rope import rotary_table
+from gapless.ops.rope.yarn import yarn_table
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -36,43 +36,36 @@ class Loadable(Protocol):
 
 
 class DecoderLayer:
-    """`x + mixer(norm(x))`, then `x + mlp(norm(x))`, with the names of the Qwen family."""
+    """`x + mixer(norm(x))`, then `x + block(norm(x))`, with the names that most families share."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        spec: LayerSpec,
-        place: Placement,
-        *,
-        eps: float,
-        is_zero_centred: bool,
+        self, hidden_size: int, spec: LayerSpec, place: Placement, norm: NormStyle
     ) -> None:
-        self._attention: Attention | None = None
-        self._delta_net: GatedDeltaNet | None = None
-        if isinstance(spec.mixer, AttentionSpec):
-            self._attention = Attention(
-                hidden_size, spec.mixer, place, eps=eps, is_zero_centred=is_zero_centred
-            )
-        else:
-            self._delta_net = GatedDeltaNet(hidden_size, spec.mixer, place, eps=eps)
+        self._mixer_name, self._mixer = make_mixer(hidden_size, spec.mixer, place, norm)
         self._mlp = (
-            SparseMlp(hidden_size, spec.mlp, place)
+            SPARSE_BLOCKS[type(spec.mlp)](hidden_size, spec.mlp, place)
             if isinstance(spec.mlp, MoeSpec)
             else GatedMlp(hidden_size, spec.mlp, place)
         )
-        self._input_norm = RmsNorm(hidden_size, eps, place, is_zero_centred=is_zero_centred)
-        self._mlp_norm = RmsNorm(hidden_size, eps, place, is_zero_centred=is_zero_centred)
+        self._input_norm, self._mlp_norm = (
+            RmsNorm(hidden_size, norm.eps, place, is_zero_centred=norm.is_zero_centred)
+            for _ in range(2)
+        )
 
     def __call__(
-        self, x: Tensor, rotary: Tensor, memory: LayerMemory, batch: AttentionBatch
-    ) -> Tensor:
-        """Map `[T, D]` to `[T, D]`."""
-        normed = self._input_norm(x)
-        if self._attention is not None:
-            x = x + self._attention(normed, rotary, memory, batch)
-        elif self._delta_net is not None:
-            x = x + self._delta_net(normed, memory, batch)
-        return x + self._mlp(self._mlp_norm(x))
+        self,
+        x: Tensor,
+        term: Tensor | None,
+        rotary: Tensor,
+        memory: LayerMemory,
+        batch: AttentionBatch,
+    ) -> tuple[Tensor, Tensor]:
+        """Map `x + term` `[T, D]` to such a pair: the next norm adds it up."""
+        x, normed = self._input_norm.of_sum(x, term)
+        x, normed = self._mlp_norm.of_sum(x, self._mixer(normed, rotary, memory, batch))
+        if isinstance(self._mlp, SparseMlp):
+            return x, self._mlp(normed, batch.live)
+        return x, self._mlp(normed)
 
     def targets(self, prefix: str, stored_names: Collection[str]) -> dict[str, Target]:
         """Checkpoint names and where they go, see `Decoder.targets`."""
@@ -80,10 +73,7 @@ class DecoderLayer:
             f"{prefix}input_layernorm.weight": self._input_norm.weight,
             f"{prefix}post_attention_layernorm.weight": self._mlp_norm.weight,
         }
-        if self._attention is not None:
-            found |= self._attention.targets(f"{prefix}self_attn.")
-        if self._delta_net is not None:
-            found |= self._delta_net.targets(f"{prefix}linear_attn.")
+        found |= self._mixer.targets(f"{prefix}{self._mixer_name}.")
         if isinstance(self._mlp, SparseMlp):
             return found | self._mlp.targets(f"{prefix}mlp.", stored_names)
         return found | self._mlp.targets(f"{prefix}mlp.")
@@ -92,9 +82,7 @@ class DecoderLayer:
         """Finalize the parts."""
         self._input_norm.finalize()
         self._mlp_norm.finalize()
-        for mixer in (self._attention, self._delta_net):
-            if mixer is not None:
-                mixer.finalize()
+        self._mixer.finalize()
 
 
 class Decoder:
@@ -118,12 +106,8 @@ class Decoder:
         self.architecture = architecture
         self._acc_dtype = place.acc_dtype
         self._embedding = place.weight(spec.vocab_size, spec.hidden_size)
-        self._layers = [
-            DecoderLayer(
-                spec.hidden_size, layer, place, eps=spec.norm_eps, is_zero_centred=is_zero_centred
-            )
-            for layer in spec.layers
-        ]
+        norm = NormStyle(spec.norm_eps, is_zero_centred)
+        self._layers = [DecoderLayer(spec.hidden_size, layer, place, norm) for layer in spec.layers]
         self._norm = RmsNorm(
             spec.hidden_size, spec.norm_eps, place, is_zero_centred=is_zero_centred
         )
@@ -145,11 +129,12 @@ class Decoder:
         self, token_ids: Tensor, memory: Sequence[LayerMemory], batch: AttentionBatch
     ) -> Tensor:
         """Run `token_ids` [T] and return their post-final-norm hidden states [T, D]."""
-        x = self.embed(token_ids)
+        x: Tensor = self.embed(token_ids)
+        term: Tensor | None = None
         rotary = self.rotary_at(batch.positions)
         for layer, layer_memory in zip(self._layers, memory, strict=True):
-            x = layer(x, rotary, layer_memory, batch)
-        return self._norm(x)
+            x, term = layer(x, term, rotary, layer_memory, batch)
+        return self._norm.of_sum(x, term)[1]
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings [T, D] of `token_ids` [T]."""
@@ -209,9 +194,12 @@ def head_rules(spec: Architecture) -> list[IgnoreRule]:
 
 
 def _rotary(architecture: Architecture, num_positions: int, place: Placement) -> Tensor:
-    specs = {(s.rotary_dim, s.rope_theta) for s in architecture.attention_layers}
+    specs = {spec.rotary for spec in architecture.attention_layers} - {None}
     if not specs:
         return torch.empty(num_positions, 0, dtype=place.acc_dtype, device=place.device)
     assert len(specs) == 1, "all attention layers rotate alike"
-    rotary_dim, theta = specs.pop()
-    return rotary_table(num_positions, rotary_dim, theta, place.acc_dtype, place.device)
+    spec = specs.pop()
+    assert spec is not None, "what rotates has a rotary embedding"
+    if spec.yarn is not None:
+        return yarn_table(num_positions, spec, spec.yarn, place.acc_dtype, place.device)
+    return rotary_table(num_positions, spec.dim, spec.theta, place.acc_dtype, place.device)

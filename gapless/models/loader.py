@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from gapless.config.hf import FP8_BLOCK
 from gapless.errors import ModelError, UnsupportedModel, WeightMismatch
 from gapless.layers.shard import Shard
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from gapless.layers.shard import Target
 
 LOADABLE_DTYPES = ("F64", "F32", "BF16", "F16")
+# scaled by blocks of FP8_BLOCK rows and columns; DeepSeek-AI 2024, "DeepSeek-V3", section 3.3.2
+FP8_DTYPE = "F8_E4M3"
+SCALE_SUFFIX = "_scale_inv"
 
 # stored prefix -> canonical prefix: multimodal checkpoints wrap the text model in two ways
 TEXT_PREFIXES = (
@@ -77,6 +81,17 @@ class LoadReport:
     """Bytes written, in the targets' dtypes."""
     ignored: Mapping[IgnoreRule, tuple[str, ...]]
     """Canonical names of the skipped tensors, by rule."""
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Stored tensors by canonical name."""
+
+    wanted: dict[str, list[StoredTensor]]
+    scales: dict[str, list[StoredTensor]]
+    """By the name of the weight that they belong to."""
+    ignored: dict[IgnoreRule, dict[str, StoredTensor]]
+    unexpected: list[StoredTensor]
 
 
 class _Slice(Protocol):
@@ -135,7 +150,8 @@ def load_weights(
     """Copy every stored tensor into its target, one at a time, converting dtypes.
 
     Of a shard's tensor only the share is read. Host memory beyond the targets stays at one mapped
-    file.
+    file, and at the scales of weights that are stored in FP8: `NAME_scale_inv` of weight NAME holds
+    a factor for each block of 128 x 128 entries.
 
     Args:
         files: safetensors files that together hold the weights.
@@ -146,29 +162,28 @@ def load_weights(
 
     Raises:
         ModelError: a file is truncated or no safetensors file.
-        UnsupportedModel: a target is stored in a dtype that is not a plain float.
+        UnsupportedModel: a target is stored in a dtype that is neither a plain float nor FP8 with
+            scales.
         WeightMismatch: a tensor is missing, unexpected, misshapen, stored twice, or differs from
             the target that its rule calls it a copy of. Except in that last case nothing has been
             written.
     """
-    wanted: dict[str, list[StoredTensor]] = {}
-    ignored: dict[IgnoreRule, dict[str, StoredTensor]] = {}
-    unexpected: list[StoredTensor] = []
-    for tensor in stored_tensors(files):
-        name = canonical(tensor.name)
-        rule = next((rule for rule in ignore if fullmatch(rule.pattern, name)), None)
-        if name in targets:
-            wanted.setdefault(name, []).append(tensor)
-        elif rule is not None:
-            ignored.setdefault(rule, {})[name] = tensor
-        else:
-            unexpected.append(tensor)
-    _check_dtypes(wanted)
-    _check_fit(wanted, targets, unexpected)
+    found = _sorted_out(stored_tensors(files), targets, canonical, ignore)
+    _check_dtypes(found)
+    _check_fit(found, targets)
+    scales = {name: _read(scale) for name, (scale,) in found.scales.items()}
+    if scales:
+        logger.info(
+            "%d tensors are stored in FP8 with a scale per block of %d x %d; they are dequantised "
+            "and take the space of the engine's dtype",
+            len(scales), FP8_BLOCK, FP8_BLOCK,
+        )  # fmt: skip
     for file in files:
-        names = {tensor.name: name for name, (tensor,) in wanted.items() if tensor.file == file}
-        _copy_file(file, {stored: targets[name] for stored, name in names.items()})
-    for rule, skipped in ignored.items():
+        own = {t.name: name for name, (t,) in found.wanted.items() if t.file == file}
+        _copy_file(
+            file, {stored: (targets[name], scales.get(name)) for stored, name in own.items()}
+        )
+    for rule, skipped in found.ignored.items():
         _check_copies(rule, skipped, targets)
         shared = _shared_name(list(skipped))
         logger.info("skipped %d tensors (%s): %s", len(skipped), shared, rule.reason)
@@ -176,8 +191,31 @@ def load_weights(
         num_files=len(files),
         num_tensors=len(targets),
         num_bytes=sum(_held(target).nbytes for target in targets.values()),
-        ignored={rule: tuple(skipped) for rule, skipped in ignored.items()},
+        ignored={rule: tuple(skipped) for rule, skipped in found.ignored.items()},
     )
+
+
+def _sorted_out(
+    tensors: Sequence[StoredTensor],
+    targets: Mapping[str, Target],
+    canonical: Callable[[str], str],
+    ignore: Sequence[IgnoreRule],
+) -> _Stored:
+    """Say of every stored tensor what it is for; a target goes before a rule."""
+    found = _Stored({}, {}, {}, [])
+    for tensor in tensors:
+        name = canonical(tensor.name)
+        scaled = name.removesuffix(SCALE_SUFFIX)
+        rule = next((rule for rule in ignore if fullmatch(rule.pattern, name)), None)
+        if name in targets:
+            found.wanted.setdefault(name, []).append(tensor)
+        elif scaled != name and scaled in targets:
+            found.scales.setdefault(scaled, []).append(tensor)
+        elif rule is not None:
+            found.ignored.setdefault(rule, {})[name] = tensor
+        else:
+            found.unexpected.append(tensor)
+    return found
 
 
 def dummy_weights(targets: Mapping[str, Target], seed: int) -> None:
@@ -229,33 +267,49 @@ def _fill_dummy(name: str, target: Tensor, generator: torch.Generator) -> None:
         target.uniform_(-bound, bound, generator=generator)
 
 
-def _check_dtypes(wanted: Mapping[str, Sequence[StoredTensor]]) -> None:
-    stored = [tensor for tensors in wanted.values() for tensor in tensors]
-    packed = [tensor for tensor in stored if tensor.dtype not in LOADABLE_DTYPES]
+def _check_dtypes(found: _Stored) -> None:
+    packed = [
+        tensor
+        for name, tensors in found.wanted.items()
+        for tensor in tensors
+        if tensor.dtype not in LOADABLE_DTYPES
+        and not (tensor.dtype == FP8_DTYPE and name in found.scales)
+    ]
     if packed:
         raise UnsupportedModel(
             f"{len(packed)} tensors are stored in a dtype that is not supported: "
-            f"{_listed([str(tensor) for tensor in packed])}; want {', '.join(LOADABLE_DTYPES)}: "
-            "serve the unquantised checkpoint of this model"
+            f"{_listed([str(tensor) for tensor in packed])}; want {', '.join(LOADABLE_DTYPES)}, or "
+            f"{FP8_DTYPE} with scales by block: serve the unquantised checkpoint of this model"
         )
 
 
-def _check_fit(
-    wanted: Mapping[str, Sequence[StoredTensor]],
-    targets: Mapping[str, Target],
-    unexpected: Sequence[StoredTensor],
-) -> None:
+def _check_fit(found: _Stored, targets: Mapping[str, Target]) -> None:
+    wanted = found.wanted
     missing = [name for name in targets if name not in wanted]
     repeated = [
         f"{name} in {' and '.join(f'{t.file.name} as {t.name}' for t in tensors)}"
-        for name, tensors in wanted.items()
+        for kind in (wanted, found.scales)
+        for name, tensors in kind.items()
         if len(tensors) > 1
     ]
+    shapes = {name: _stored_shape(targets[name]) for name in wanted}
+    blocks = {
+        name: tuple(-(-size // FP8_BLOCK) for size in _stored_shape(targets[name]))
+        for name in found.scales
+    }
     misshapen = [
-        f"{tensor}, want {list(_stored_shape(targets[name]))}"
-        for name, tensors in wanted.items()
+        f"{tensor}, want {list(shape[name])}"
+        for kind, shape in ((wanted, shapes), (found.scales, blocks))
+        for name, tensors in kind.items()
         for tensor in tensors
-        if tensor.shape != _stored_shape(targets[name])
+        if tensor.shape != shape[name]
+    ]
+    # a scale belongs to a weight that is stored in FP8, and to no other
+    unexpected = found.unexpected + [
+        tensor
+        for name, tensors in found.scales.items()
+        for tensor in tensors
+        if any(weight.dtype != FP8_DTYPE for weight in wanted.get(name, ()))
     ]
     problems = [
         f"{len(names)} {kind}: {_listed(names)}"
@@ -297,24 +351,41 @@ def _check_copies(
             )
 
 
-def _copy_file(file: Path, targets: Mapping[str, Target]) -> None:
-    """Copy one file's tensors, given by stored name."""
+def _copy_file(file: Path, targets: Mapping[str, tuple[Target, Tensor | None]]) -> None:
+    """Copy one file's tensors, given by stored name, each with its scales if it has some."""
     if not targets:
         return
     with _opened(file) as handle, torch.no_grad():
         for name in handle.keys():  # noqa: SIM118
             if name in targets:
-                _copy(handle, name, targets[name])
+                target, scales = targets[name]
+                _copy(handle, name, target, scales)
 
 
-def _copy(handle: _OpenFile, name: str, target: Target) -> None:
+def _copy(handle: _OpenFile, name: str, target: Target, scales: Tensor | None) -> None:
     """Copy a stored tensor, or what a rank keeps of it."""
     # what is read is not bound to a name: it is gone before the next is read
     if isinstance(target, Shard):
         for piece, index in target.pieces():
-            piece.copy_(handle.get_slice(name)[index])
+            piece.copy_(_dequantised(handle.get_slice(name)[index], scales, index))
     else:
-        target.copy_(handle.get_tensor(name))
+        whole = tuple(slice(0, size) for size in target.shape)
+        target.copy_(_dequantised(handle.get_tensor(name), scales, whole))
+
+
+def _dequantised(part: Tensor, scales: Tensor | None, index: tuple[slice, ...]) -> Tensor:
+    """Multiply the part of a stored matrix at `index` by its blocks' scales, in float32."""
+    if scales is None:
+        return part
+    for dim, kept in enumerate(index):
+        block = torch.arange(kept.start, kept.stop) // FP8_BLOCK
+        scales = scales.index_select(dim, block)
+    return part.to(torch.float32) * scales
+
+
+def _read(tensor: StoredTensor) -> Tensor:
+    with _opened(tensor.file) as handle:
+        return handle.get_tensor(tensor.name).to(torch.float32)
 
 
 def _held(target: Target) -> Tensor:

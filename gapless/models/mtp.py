@@ -1,16 +1,23 @@
-"""The multi-token-prediction head of the Qwen family."""
+"""The multi-token-prediction layer that checkpoints carry beside the model.
+
+Two families store the same computation under other names: Qwen in `mtp.*`, with norms around zero,
+DeepSeek and GLM as layer N behind the model's N layers (NextN), with plain norms.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from gapless.core.architecture import MtpNames
 from gapless.core.footprint import mtp_layer
 from gapless.layers.linear import Linear
 from gapless.layers.norm import RmsNorm
-from gapless.models.decoder import DecoderLayer, Loadable
+from gapless.models.decoder import DecoderLayer
 from gapless.models.loader import IgnoreRule
+from gapless.models.mixers import NormStyle
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -29,28 +36,81 @@ MTP_RULE = IgnoreRule(r"mtp\..*", "MTP tensors: speculation is off")
 
 def num_stored_layers(names: Iterable[str]) -> int:
     """Count the MTP layers among canonical tensor names."""
-    return len({name.split(".")[2] for name in names if name.startswith("mtp.layers.")})
+    return len(
+        {
+            name.split(".")[2]
+            for name in names
+            if name.startswith("mtp.layers.") or name.endswith(".eh_proj.weight")
+        }
+    )
+
+
+def next_layer_rules(spec: Architecture) -> list[IgnoreRule]:
+    """Rules for MTP layers that are stored behind the model's own."""
+    assert spec.mtp_names is MtpNames.NEXT_LAYER, "these are beside the model"
+    first = len(spec.layers)
+    numbers = "|".join(str(first + index) for index in range(max(1, spec.num_mtp_layers)))
+    layer = rf"model\.layers\.({numbers})\."
+    return [
+        IgnoreRule(
+            rf"{layer}(embed_tokens|shared_head\.head)\..*",
+            "the MTP layer shares the model's embedding and head",
+        ),
+        IgnoreRule(rf"{layer}.*", MTP_RULE.reason),
+    ]
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Where a family stores what."""
+
+    layer: str  # prefix of the first layer's tensors
+    merge: str
+    embedding_norm: str
+    hidden_norm: str
+    norm: str
+    is_zero_centred: bool
+
+    @classmethod
+    def of(cls, spec: Architecture) -> _Names:
+        if spec.mtp_names is MtpNames.SEPARATE:
+            return cls(
+                layer="mtp.layers.0.",
+                merge="mtp.fc",
+                embedding_norm="mtp.pre_fc_norm_embedding",
+                hidden_norm="mtp.pre_fc_norm_hidden",
+                norm="mtp.norm",
+                is_zero_centred=True,
+            )
+        layer = f"model.layers.{len(spec.layers)}."
+        return cls(
+            layer=layer,
+            merge=f"{layer}eh_proj",
+            embedding_norm=f"{layer}enorm",
+            hidden_norm=f"{layer}hnorm",
+            norm=f"{layer}shared_head.norm",
+            is_zero_centred=False,
+        )
 
 
 class MtpHead:
-    """Full-attention layers behind a merge of a token's embedding with the hidden state before it.
+    """A layer behind a merge of a token's embedding with the hidden state before it.
 
-    Embedding and vocabulary head are the trunk's. Norms are zero-centred. The hidden state is the
-    trunk's after its final norm, and for further passes this head's own after its norm.
+    The layer is like the model's last that attends over pages. Embedding and vocabulary head are
+    the trunk's. The hidden state is the trunk's after its final norm, and for further passes this
+    head's own after its norm.
     """
 
     def __init__(self, spec: Architecture, place: Placement) -> None:
-        size, eps = spec.hidden_size, spec.norm_eps
-        layer = mtp_layer(spec)
+        assert spec.num_mtp_layers == 1, "further passes run the one layer again"
+        size = spec.hidden_size
+        self._names = _Names.of(spec)
+        style = NormStyle(spec.norm_eps, self._names.is_zero_centred)
         self._merge = Linear(2 * size, size, place)
-        self._norms = {
-            name: RmsNorm(size, eps, place, is_zero_centred=True)
-            for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-        }
-        self._layers = [
-            DecoderLayer(size, layer, place, eps=eps, is_zero_centred=True)
-            for _ in range(spec.num_mtp_layers)
-        ]
+        self._embedding_norm, self._hidden_norm, self._norm = (
+            RmsNorm(size, style.eps, place, is_zero_centred=style.is_zero_centred) for _ in range(3)
+        )
+        self._layer = DecoderLayer(size, mtp_layer(spec), place, style)
 
     def forward(
         self,
@@ -61,26 +121,24 @@ class MtpHead:
         batch: AttentionBatch,
     ) -> Tensor:  # [T, D]
         """Return hidden states whose logits propose the tokens one position later."""
-        embedded = self._norms["pre_fc_norm_embedding"](trunk.embed(token_ids))
-        normed = self._norms["pre_fc_norm_hidden"](hidden)
-        x = self._merge(torch.cat((embedded, normed), dim=-1))
-        rotary = trunk.rotary_at(batch.positions)
-        for layer, layer_memory in zip(self._layers, memory, strict=True):
-            x = layer(x, rotary, layer_memory, batch)
-        return self._norms["norm"](x)
+        embedded = self._embedding_norm(trunk.embed(token_ids))
+        x = self._merge(torch.cat((embedded, self._hidden_norm(hidden)), dim=-1))
+        (layer_memory,) = memory
+        x, term = self._layer(x, None, trunk.rotary_at(batch.positions), layer_memory, batch)
+        return self._norm.of_sum(x, term)[1]
 
     def targets(self, stored_names: Collection[str]) -> dict[str, Target]:
         """Checkpoint names and the tensors they fill, see `Decoder.targets`."""
+        names = self._names
         found: dict[str, Target] = {
-            f"mtp.{name}.weight": norm.weight for name, norm in self._norms.items()
+            f"{names.merge}.weight": self._merge.weight,
+            f"{names.embedding_norm}.weight": self._embedding_norm.weight,
+            f"{names.hidden_norm}.weight": self._hidden_norm.weight,
+            f"{names.norm}.weight": self._norm.weight,
         }
-        found["mtp.fc.weight"] = self._merge.weight
-        for index, layer in enumerate(self._layers):
-            found |= layer.targets(f"mtp.layers.{index}.", stored_names)
-        return found
+        return found | self._layer.targets(names.layer, stored_names)
 
     def finalize(self) -> None:
         """Derive what is derived from weights, once, after loading."""
-        parts: list[Loadable] = [*self._norms.values(), *self._layers]
-        for part in parts:
+        for part in (self._embedding_norm, self._hidden_norm, self._norm, self._layer):
             part.finalize()

@@ -36,6 +36,8 @@ def full_attention(
         has_qk_norm=has_qk_norm,
         has_output_gate=False,
         has_bias=hf.boolean("attention_bias", default=False),
+        has_output_bias=hf.boolean("attention_bias", default=False),
+        yarn=hf.rope.yarn,
     )
     hf.layer_types(("full_attention",))
     return Architecture(

@@ -48,6 +48,8 @@ def hybrid_attention(
         has_qk_norm=True,
         has_output_gate=True,
         has_bias=hf.boolean("attention_bias", default=False),
+        has_output_bias=hf.boolean("attention_bias", default=False),
+        yarn=hf.rope.yarn,
     )
     linear = LinearSpec(
         recurrence=Recurrence.GATED_DELTA,

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from gapless.core.architecture import Architecture
 
 MODELS = {
+    "deepseek_v2": "gapless.models.deepseek_v2",
+    "deepseek_v3": "gapless.models.deepseek_v3",
+    "glm4_moe": "gapless.models.glm4_moe",
+    "glm4_moe_lite": "gapless.models.glm4_moe_lite",
+    "kimi_linear": "gapless.models.kimi_linear",
     "llama": "gapless.models.llama",
     "qwen3": "gapless.models.qwen3",
     "qwen3_5": "gapless.models.qwen3_5",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gapless.ops.acceptance import settle_windows
 from gapless.ops.sampling import (
     EditRows,
     SamplingMode,
@@ -13,7 +14,6 @@ from gapless.ops.sampling import (
     packed_logprobs,
     sample,
 )
-from gapless.speculative.accept import accept_chain
 from gapless.speculative.drafter import Frontier
 
 if TYPE_CHECKING:
@@ -62,9 +62,9 @@ def accept(device: Device, verified: Verified, mode: SamplingMode, num_top: int 
     table, slots = device.table, verified.slots
     rows = slots.shape[0]
     window = verified.logits.shape[0] // rows
-    window_tokens = table.window_tokens.index_select(0, slots)[:, :window]
     logits = verified.logits
     if mode.edits_logits:
+        window_tokens = table.window_tokens.index_select(0, slots)[:, :window]
         by_window = logits.view(rows, window, -1)
         logits = edit_windows(by_window, window_tokens, table.edit_rows(slots)).view_as(logits)
     sampled_at = verified.seq_lens[:, None] + device.window_offsets[1 : window + 1]
@@ -74,31 +74,29 @@ def accept(device: Device, verified: Verified, mode: SamplingMode, num_top: int 
         table.sampling_rows(slots, repeat=window),
         mode=mode,
     ).view(rows, window)
-    proposed = table.num_drafts.index_select(0, slots)
-    outcome = accept_chain(
+    settled = settle_windows(
         tokens,
-        window_tokens,
-        verified.seq_lens + 1,
-        table.limit_len.index_select(0, slots),
-        table.stop_ids.index_select(0, slots),
-        proposed,
-        device.forced_drafts(sampled_at[:, 0]),
+        slots,
+        verified.seq_lens,
+        verified.checkpoint_len,
+        table.accept_columns,
+        null_slot=device.geometry.null_slot,
+        forced=device.forced_drafts(sampled_at[:, 0]),
     )
-    is_null = slots == device.geometry.null_slot
-    lens = outcome.lens.masked_fill(is_null, 0)
-    seq_lens = verified.seq_lens + lens
-    is_over = outcome.ends | is_null
-    table.columns.seq_lens.index_copy_(0, slots, seq_lens)
-    table.columns.checkpoint_len.index_copy_(0, slots, verified.checkpoint_len)
-    table.columns.done.index_copy_(0, slots, is_over)
-    table.window_tokens.select(1, 0).index_copy_(0, slots, outcome.newest)
-    live = slots.masked_fill(is_over, device.geometry.null_slot)
     if mode.edits_logits:
-        table.count(slots, tokens, device.window_offsets[:window] < lens[:, None])
+        table.count(slots, tokens, device.window_offsets[:window] < settled.lens[:, None])
     logprobs = None
     if num_top is not None:
         logprobs = packed_logprobs(verified.logits, tokens.view(-1), num_top)
-    return Accepted(tokens, lens, proposed, live, seq_lens, outcome.newest, logprobs)
+    return Accepted(
+        tokens,
+        settled.lens,
+        settled.proposed,
+        settled.live_slots,
+        settled.seq_lens,
+        settled.newest,
+        logprobs,
+    )
 
 
 def draft(

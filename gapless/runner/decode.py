@@ -204,6 +204,7 @@ class DecodeRunner:
             positions=indices.positions.view(-1),
             kv_write=indices.kv_write,
             attention=attention,
+            live=indices.live,
             replay=indices.replay,
             conv_write=indices.conv_write,
             conv_taps=indices.conv_taps,

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from gapless.core.architecture import (
     Architecture,
-    AttentionSpec,
     LinearSpec,
+    MixerSpec,
+    PagedSpec,
     conv_ring_capacity,
     ring_capacity,
 )
@@ -59,7 +60,7 @@ class Pools:
     """All memory that layers address by page, slot and state row."""
 
     kv: tuple[Tensor, ...]
-    """[n, entries, 2, KVH, head_dim] each: n layers of one shape, the MTP layers among them."""
+    """[n, entries, *entry] each: n layers with entries of one shape, the MTP layers among them."""
     linear: tuple[LinearMemory, ...]
     """The same for linear layers: every tensor has n in front."""
     layers: tuple[LayerMemory, ...]
@@ -78,7 +79,7 @@ def make_pools(
 ) -> Pools:
     """Allocate every layer's memory on one rank; what is not a zero entry may hold anything."""
     own = architecture_of_rank(architecture, place.world_size)
-    specs: list[AttentionSpec | LinearSpec] = [layer.mixer for layer in own.layers]
+    specs: list[MixerSpec] = [layer.mixer for layer in own.layers]
     if has_mtp:
         specs += [mtp_layer(own).mixer] * own.num_mtp_layers
     by_shape: dict[tuple[int, ...], list[int]] = {}
@@ -89,7 +90,7 @@ def make_pools(
     parts: dict[int, LayerMemory] = {}
     for members in by_shape.values():
         spec = specs[members[0]]
-        if isinstance(spec, AttentionSpec):
+        if isinstance(spec, PagedSpec):
             kv.append(_kv_pool(spec, geometry, place, len(members)))
             parts |= dict(zip(members, kv[-1].unbind(), strict=True))
         else:
@@ -105,17 +106,17 @@ def make_pools(
     )
 
 
-def _shape(spec: AttentionSpec | LinearSpec) -> tuple[int, ...]:
-    if isinstance(spec, AttentionSpec):
-        return spec.num_kv_heads, spec.head_dim
+def _shape(spec: MixerSpec) -> tuple[int, ...]:
+    if isinstance(spec, PagedSpec):
+        return spec.entry_shape
     return (
         spec.num_key_heads, spec.key_dim, spec.num_value_heads, spec.value_dim, spec.decay_dim
     )  # fmt: skip
 
 
-def _kv_pool(spec: AttentionSpec, geometry: Geometry, place: Placement, count: int) -> Tensor:
+def _kv_pool(spec: PagedSpec, geometry: Geometry, place: Placement, count: int) -> Tensor:
     entries = (geometry.num_pages + 1) * geometry.page_size
-    return place.weight(count, entries, 2, spec.num_kv_heads, spec.head_dim)
+    return place.weight(count, entries, *spec.entry_shape)
 
 
 def _linear_memory(

@@ -132,6 +132,7 @@ class PrefillRunner:
                     positions=inputs["shifted_positions"],
                     kv_write=inputs["shifted_write"],
                     attention=attention,
+                    live=None,
                 ),
                 order=inputs["shifted_order"],
                 resumed_rows=inputs["resumed_rows"],
@@ -147,6 +148,7 @@ class PrefillRunner:
             positions=inputs["positions"],
             kv_write=inputs["kv_write"],
             attention=self._device.backend.plan_prefill(inputs["kv_read"], layout.segments),
+            live=None,
             chunks=ChunkIndices(
                 gather=inputs["gather"],
                 scatter=inputs["scatter"],

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gapless.core.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_IDS
+from gapless.ops.acceptance import AcceptColumns
 from gapless.ops.sampling import EditRows, SamplingRows
 from gapless.ops.step_metadata import Geometry, SlotColumns
 
@@ -61,6 +62,19 @@ class SlotTable:
         # right for slots whose request has penalties, anything for the others
         self.in_prompt = column(0, vocab_size, dtype=torch.bool)
         self.output_counts = column(0, vocab_size, dtype=torch.int32)
+
+    @property
+    def accept_columns(self) -> AcceptColumns:
+        """The columns that acceptance reads or writes."""
+        return AcceptColumns(
+            seq_lens=self.columns.seq_lens,
+            checkpoint_len=self.columns.checkpoint_len,
+            done=self.columns.done,
+            window_tokens=self.window_tokens,
+            num_drafts=self.num_drafts,
+            limit_len=self.limit_len,
+            stop_ids=self.stop_ids,
+        )
 
     def sampling_rows(self, slots: Tensor, *, repeat: int) -> SamplingRows:
         """Gather the sampling columns of `slots` [B], each row `repeat` times in a row."""

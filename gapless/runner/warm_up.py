@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,8 +46,9 @@ def _plans(config: Config) -> Iterator[StepPlan]:
     """Prefill of various lengths, packed, resumed and with snapshots; saves and page copies."""
     room = config.num_pages * config.page_size - config.max_window
     longest = min(config.chunked_prefill_size, config.max_model_len - 1, room)
-    lengths = sorted({min(n, longest) for n in (1, 7, 16, 64, 100, 512, 2048, longest)})
-    spare_row = min(1, config.num_state_rows - 1)
+    # longest first: that is what kernels are tuned for, where they are
+    known = {min(n, longest) for n in (1, 7, 16, 64, 100, 512, 2048, longest)}
+    lengths = sorted(known, reverse=True)
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9)):
         for step, length in enumerate(lengths):
             yield StepPlan(
@@ -56,25 +58,29 @@ def _plans(config: Config) -> Iterator[StepPlan]:
                 page_entries=(),
                 max_seq_len=0,
             )
-    if not (config.uses_prefix_cache and config.row_bytes and spare_row) or longest < 100:
+    if not (config.uses_prefix_cache and config.row_bytes) or config.num_state_rows < 4:
         return
+    if longest < 100:
+        return
+    # in one chunk, one request that resumes and one that does not, each with a snapshot on its way
     params = SamplingParams(temperature=0.0)
-    last = _segment(config, params, 100)
-    yield StepPlan(
-        step_id=len(lengths),
-        prefill=(
-            PrefillSegment(
-                last.request, last.slot, last.state_row, last.pages, start=33, end=100,
-                is_last=True, resumed_row=spare_row,
-                snapshots=(Snapshot(80, spare_row + 1),) if config.num_state_rows > 2 else (),
-            ),
-        ),
-        decode=(),
-        page_entries=(),
-        max_seq_len=0,
-        saves=(SlotSave(0, 100, 0),),
-        page_copies=(PageCopy(0, min(1, config.num_pages - 1)),),
+    resumed = replace(
+        _segment(config, params, 50), start=33, resumed_row=2, snapshots=(Snapshot(40, 3),)
+    )
+    fresh = replace(
+        _segment(config, params, 40), slot=min(1, config.max_running_requests - 1), state_row=1,
+        snapshots=(Snapshot(20, 2),),
     )  # fmt: skip
+    for segments in ((resumed,), (resumed, fresh) if fresh.slot else (fresh,)):
+        yield StepPlan(
+            step_id=len(lengths),
+            prefill=segments,
+            decode=(),
+            page_entries=(),
+            max_seq_len=0,
+            saves=(SlotSave(0, lengths[-1], 0),),
+            page_copies=(PageCopy(0, min(1, config.num_pages - 1)),),
+        )
 
 
 def _segment(config: Config, params: SamplingParams, length: int) -> PrefillSegment:

@@ -130,4 +130,5 @@ class MtpDrafter:
             attention=self._backend.plan_window(
                 slots, positions, self._page_table, kv_len=kv_len, first=FIRST_INDEX
             ),
+            live=None,
         )

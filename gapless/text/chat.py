@@ -84,6 +84,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, object]],
+        /,
         *,
         add_generation_prompt: bool = True,
         **kwargs: object,
@@ -103,7 +104,11 @@ class ChatTemplate:
         plain_messages = _checked_messages(messages)
         try:
             return template.render(
-                messages=plain_messages, add_generation_prompt=add_generation_prompt, **variables
+                {
+                    **variables,
+                    "messages": plain_messages,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except _TEMPLATE_ERRORS as error:
             raise InvalidRequest(
@@ -115,6 +120,7 @@ class ChatTemplate:
         self,
         tokenizer: Tokenizer,
         messages: Sequence[Mapping[str, object]],
+        /,
         *,
         add_generation_prompt: bool = True,
         **kwargs: object,

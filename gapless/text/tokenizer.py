@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import tokenizers
@@ -23,6 +25,10 @@ _SPECIAL_TOKEN_NAMES = (
     "cls_token",
     "mask_token",
 )
+# how a byte-fallback vocabulary writes a byte
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+# how vocabularies in SentencePiece's manner write a space
+_SPACE = "\u2581"
 
 
 class Tokenizer:
@@ -87,6 +93,36 @@ class Tokenizer:
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token stands for, which may be a part of a character.
+
+        Those of a special token spell its name; ids that the tokenizer does not know have none.
+        """
+        added = self._added_tokens.get(token_id)
+        if added is not None:
+            return added.encode()
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._is_byte_level and all(char in _BYTE_OF for char in token):
+            return bytes(_BYTE_OF[char] for char in token)
+        byte = _BYTE_TOKEN.fullmatch(token)
+        if byte is not None:
+            return bytes.fromhex(byte[1])
+        return str(token).replace(_SPACE, " ").encode()
+
+    @cached_property
+    def _added_tokens(self) -> dict[int, str]:
+        added = self._backend.get_added_tokens_decoder()
+        return {token_id: token.content for token_id, token in added.items()}
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        """Whether the vocabulary writes every byte as one printable character."""
+        decoder = self._backend.decoder
+        # the decoder's own JSON, which the library gives for pickling
+        return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+
     def _mark_special(self) -> None:
         """Make every named special token special, also where tokenizer.json does not say so."""
         added = self._backend.get_added_tokens_decoder()
@@ -98,6 +134,21 @@ class Tokenizer:
                 if content not in is_special and self._backend.token_to_id(content) is not None
             ]
         )
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return the characters that stand for bytes in byte-level vocabularies.
+
+    Printable ones of Latin-1 stand for themselves, the others in order for U+0100 and up
+    (Radford et al. 2019, GPT-2).
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(moved)}
+
+
+_BYTE_OF = _byte_alphabet()
 
 
 def read_tokenizer_config(checkpoint: Path) -> dict[str, object]:

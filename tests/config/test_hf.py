@@ -285,7 +285,7 @@ def test_absent_rotary_factor_is_the_models_default(
     assert read(tmp_path, model_type=model_type).rope.rotary_factor == expected
 
 
-@pytest.mark.parametrize("rope_type", ["yarn", "linear", "dynamic", "llama3", "longrope", "novel"])
+@pytest.mark.parametrize("rope_type", ["linear", "dynamic", "llama3", "longrope", "novel"])
 @pytest.mark.parametrize(
     ("block", "type_key"),
     [("rope_scaling", "type"), ("rope_scaling", "rope_type"), ("rope_parameters", "rope_type")],

@@ -105,6 +105,8 @@ def expected(checkpoint_of: CheckpointOf) -> dict[str, list[tuple[int, ...]]]:
         ("qwen3_next", 2, {"speculative_algorithm": "ngram"}),
         ("qwen3_one_kv_head", 2, {"speculative_algorithm": "ngram"}),
         ("qwen3_moe", 2, {"speculative_algorithm": "none"}),
+        ("deepseek_v3", 2, {"speculative_algorithm": "mtp"}),
+        ("kimi_linear", 2, {"speculative_algorithm": "ngram"}),
     ],
 )
 def test_tokens_are_those_of_one_rank(

@@ -16,6 +16,7 @@ from gapless.config.hf import read_hf_config
 from gapless.core.architecture import (
     Architecture,
     AttentionSpec,
+    LatentSpec,
     LayerSpec,
     LinearSpec,
     MlpSpec,
@@ -172,6 +173,9 @@ def assert_slice_of(whole: Runner, part: Runner, rank: int, world_size: int) -> 
             entries = geometry.num_pages * geometry.page_size
             heads = heads_of(spec.mixer, rank, world_size)
             assert_near(own[:entries], all_of_it[:entries][:, :, heads])
+        elif isinstance(spec.mixer, LatentSpec):
+            entries = geometry.num_pages * geometry.page_size
+            assert_near(own[:entries], all_of_it[:entries])
         else:
             assert_linear_slice(spec.mixer, geometry, (all_of_it, own), (rank, world_size))
     for name, column in vars(whole.device.table.columns).items():
@@ -259,7 +263,8 @@ class CountingSlice:
 
 WHOLE = re.compile(
     r".*(norm\.weight|norm_hidden\.weight|norm_embedding\.weight|embed_tokens\.weight"
-    r"|mlp\.gate\.weight|shared_expert_gate\.weight|mtp\.fc\.weight|o_proj\.bias)"
+    r"|(mlp|moe)\.gate\..*|shared_expert_gate\.weight|mtp\.fc\.weight|eh_proj\.weight|o_proj\.bias"
+    r"|(kv_a_proj_with_mqa|q_a_proj|f_a_proj|g_a_proj)\.weight)"
 )
 
 
@@ -312,9 +317,9 @@ def test_bytes_are_those_of_a_rank(
     checkpoint_of: CheckpointOf, name: str, world_size: int, device: str
 ) -> None:
     recipe = plain_recipe(checkpoint_of(name))
-    has_mtp = bool(CONFIGS[name].get("mtp_num_hidden_layers"))
-    config = replace(recipe.config, max_window=1 + 3 * has_mtp, num_pages=7, dtype="float32")
     spec = read_architecture(read_hf_config(checkpoint_of(name)))
+    has_mtp = spec.num_mtp_layers > 0
+    config = replace(recipe.config, max_window=1 + 3 * has_mtp, num_pages=7, dtype="float32")
     footprint = Footprint(
         architecture=spec, device=device, dtype="float32", ssm_dtype="float32", page_size=8,
         replay_len=config.replay_len, max_window=config.max_window, world_size=world_size,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -91,8 +92,12 @@ def float32_means_float64() -> Iterator[None]:
 def _to_float64(model: Any) -> Any:
     """Copy a model to float64; rotary frequencies are computed again, not widened."""
     wide = copy.deepcopy(model).double()
-    rotary = wide.model.rotary_emb
-    frequencies, _ = rotary.compute_default_rope_parameters(wide.config)
+    rotary = getattr(wide.model, "rotary_emb", None)
+    if rotary is None:  # nothing is rotated
+        return wide
+    kind = wide.config.rope_parameters["rope_type"]
+    compute = ROPE_INIT_FUNCTIONS.get(kind, rotary.compute_default_rope_parameters)
+    frequencies, _ = compute(wide.config)
     assert frequencies.dtype == torch.float64, "the cast to float32 was not redirected"
     rotary.inv_freq = frequencies
     return wide

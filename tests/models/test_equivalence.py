@@ -24,6 +24,11 @@ ROWS = {
     "qwen3_moe": ["qwen3_moe"],
     "qwen3_next": ["qwen3_next"],
     "qwen3_5_moe": ["qwen3_5_moe_text", "qwen3_5_moe"],
+    "deepseek_v2": ["deepseek_v2"],
+    "deepseek_v3": ["deepseek_v3"],
+    "glm4_moe": ["glm4_moe"],
+    "glm4_moe_lite": ["glm4_moe_lite"],
+    "kimi_linear": ["kimi_linear"],
     "llama": ["llama"],
 }
 CASES = [Case(n, *c) for n in ROWS for c in (("float64", True), ("float32", False))]

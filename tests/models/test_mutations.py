@@ -6,17 +6,21 @@ scaled weights hide the place of an epsilon.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from gapless.layers import attention, delta_net, moe
+from gapless.layers import attention, delta_net, grouped_moe, kda, mla, moe
 from gapless.layers.norm import RmsNorm
+from gapless.models import decoder, deepseek_v2
 from gapless.ops import moe as moe_ops
+from gapless.ops.group_routing import reference as group_routing
 from gapless.ops.norm import rms_norm
 from gapless.ops.qk_norm_rope import reference as qk_norm_rope
+from gapless.ops.rope import yarn
 from tests.models.comparison import Case, assert_served_right, token_ids
 
 if TYPE_CHECKING:
@@ -124,10 +128,10 @@ def _weights_renormalised(patch: Patch) -> None:
 def _shared_expert_not_gated(patch: Patch) -> None:
     honest = moe.SparseMlp.__call__
 
-    def call(self: moe.SparseMlp, x: Tensor) -> Tensor:
+    def call(self: moe.SparseMlp, x: Tensor, live: Tensor | None = None) -> Tensor:
         assert self._shared is not None
         gate = self._gates(x)[:, self._spec.num_experts :].sigmoid()
-        return honest(self, x) + self._shared(x) * (1 - gate)
+        return honest(self, x, live) + self._shared(x) * (1 - gate)
 
     patch.setattr(moe.SparseMlp, "__call__", call)
 
@@ -137,6 +141,119 @@ def _up_before_gate(patch: Patch) -> None:
     patch.setattr(
         moe_ops.reference, "_gated", lambda x: honest(torch.cat(x.chunk(2, -1)[::-1], -1))
     )
+
+
+def _one_decay_for_all_channels(patch: Patch) -> None:
+    honest = kda.recur
+
+    def recur(mixed: Tensor, beta: Tensor, decay: Tensor, *rest: Any, **named: Any) -> Tensor:
+        return honest(mixed, beta, decay.mean(-1, keepdim=True).expand_as(decay), *rest, **named)
+
+    patch.setattr(kda, "recur", recur)
+
+
+def _silu_output_gate(patch: Patch) -> None:
+    honest = kda.gated_rms_norm
+    patch.setattr(kda, "gated_rms_norm", lambda *args, activation: honest(*args, activation="silu"))
+
+
+def _swapped_low_rank_gates(patch: Patch) -> None:
+    honest = kda.KimiDeltaAttention.finalize
+
+    def finalize(self: kda.KimiDeltaAttention) -> None:
+        honest(self)
+        rank = self._spec.gate_rank
+        rows = self._in_proj.weight[-2 * rank :]
+        rows.copy_(rows.roll(rank, 0))
+
+    patch.setattr(kda.KimiDeltaAttention, "finalize", finalize)
+
+
+def _rotated_pairs_taken_for_halves(patch: Patch) -> None:
+    patch.setattr(mla.LatentAttention, "finalize", lambda self: None)
+
+
+def _rotated_key_before_its_latent(patch: Patch) -> None:
+    """Take the first channels of the projection for the rotated key."""
+    honest = mla.LatentAttention.finalize
+
+    def finalize(self: mla.LatentAttention) -> None:
+        rows = self._in_proj.weight[-self._sizes[-1] :]
+        rows.copy_(rows.roll(self._spec.rope_dim, 0))
+        honest(self)
+
+    patch.setattr(mla.LatentAttention, "finalize", finalize)
+
+
+def _latent_norms_with_the_models_eps(patch: Patch) -> None:
+    patch.setattr(mla, "LATENT_NORM_EPS", 1e-5)
+
+
+def _no_yarn_sharpening(patch: Patch) -> None:
+    patch.setattr(deepseek_v2, "yarn_mscale", lambda factor, mscale: 1.0)
+
+
+def _no_yarn_attention_factor(patch: Patch) -> None:
+    honest = decoder.yarn_table
+    patch.setattr(
+        decoder, "yarn_table",
+        lambda count, rotary, yarn, *rest: honest(count, rotary, yarn, *rest)
+        / yarn.attention_factor,
+    )  # fmt: skip
+
+
+def _no_yarn_ramp(patch: Patch) -> None:
+    """Divide every frequency."""
+    patch.setattr(yarn, "_ramp", lambda rotary, yarn: (-2.0, -1.0))
+
+
+def _route(patch: Patch, change: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    honest = grouped_moe.route_in_groups
+    patch.setattr(grouped_moe, "route_in_groups", partial(change, honest))
+
+
+def _bias_not_in_the_choice(patch: Patch) -> None:
+    _route(patch, lambda honest, logits, bias, spec: honest(logits, bias * 0, spec))
+
+
+def _bias_in_the_weights(patch: Patch) -> None:
+    def change(honest: Any, logits: Tensor, bias: Tensor, spec: Any) -> tuple[Tensor, Tensor]:
+        _, experts = honest(logits, bias, spec)
+        weights = (logits.sigmoid() + bias).gather(1, experts)
+        return weights / weights.sum(-1, keepdim=True) * spec.scale, experts
+
+    _route(patch, change)
+
+
+def _no_groups(patch: Patch) -> None:
+    _route(
+        patch,
+        lambda honest, logits, bias, spec: honest(
+            logits, bias, replace(spec, num_groups=1, num_active_groups=1)
+        ),
+    )
+
+
+def _routed_weights_not_scaled(patch: Patch) -> None:
+    _route(patch, lambda honest, logits, bias, spec: honest(logits, bias, replace(spec, scale=1.0)))
+
+
+def _groups_worth_their_best(patch: Patch) -> None:
+    honest = group_routing._within_best_groups
+    patch.setattr(
+        group_routing, "_within_best_groups", lambda wanted, spec, count: honest(wanted, spec, 1)
+    )
+
+
+def _no_shared_experts(patch: Patch) -> None:
+    patch.setattr(grouped_moe.GroupedMlp, "__call__", moe_without_shared)
+
+
+def moe_without_shared(
+    self: grouped_moe.GroupedMlp, x: Tensor, live: Tensor | None = None
+) -> Tensor:
+    weights, experts = grouped_moe.route_in_groups(self._gates(x), self._bias, self._routing)
+    return grouped_moe.mix_experts(x, weights, experts, self._gate_up, self._down, live=live)
 
 
 _scaled = partial(Case, dtype="float64", scaled=True)
@@ -159,6 +276,25 @@ MUTATIONS: list[tuple[Callable[[Patch], None], Case]] = [
     (_weights_renormalised, _scaled("qwen3_moe")),
     (_shared_expert_not_gated, _scaled("qwen3_5_moe")),
     (_up_before_gate, _scaled("qwen3_moe")),
+    (_one_decay_for_all_channels, _scaled("kimi_linear")),
+    (_silu_output_gate, _scaled("kimi_linear")),
+    (_swapped_low_rank_gates, _scaled("kimi_linear")),
+    (_latent_norms_with_the_models_eps, _default("kimi_linear")),
+    (_latent_norms_with_the_models_eps, _default("glm4_moe_lite")),
+    (_bias_not_in_the_choice, _scaled("kimi_linear")),
+    (_bias_in_the_weights, _scaled("kimi_linear")),
+    (_routed_weights_not_scaled, _scaled("kimi_linear")),
+    (_no_shared_experts, _scaled("kimi_linear")),
+    (_rotated_pairs_taken_for_halves, _scaled("deepseek_v2")),
+    (_rotated_pairs_taken_for_halves, _scaled("deepseek_v3")),
+    (_rotated_key_before_its_latent, _scaled("deepseek_v3")),
+    (_no_yarn_sharpening, _scaled("deepseek_v2")),
+    (_no_yarn_attention_factor, _scaled("deepseek_v2")),
+    (_no_yarn_ramp, _scaled("deepseek_v2")),
+    (_no_groups, _scaled("deepseek_v2")),
+    (_no_groups, _scaled("deepseek_v3")),
+    (_groups_worth_their_best, _scaled("deepseek_v3")),
+    (_bias_not_in_the_choice, _scaled("glm4_moe")),
 ]
 ALONE = sorted({case for _, case in MUTATIONS}, key=str)
 

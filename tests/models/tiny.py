@@ -13,6 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.modeling_layers import MtpModel
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,6 +84,41 @@ QWEN3 = {**COMMON, **_rope(20_000.0)}
 QWEN3_5 = {**COMMON, **DELTA_NET, **_rope(30_000.0, partial_rotary_factor=0.25)}
 TIED = {"tie_word_embeddings": True}
 
+# the head's size follows from its parts
+LATENT: dict[str, Any] = {
+    **{name: value for name, value in COMMON.items() if name != "head_dim"},
+    "num_key_value_heads": NUM_HEADS,
+    "kv_lora_rank": 36,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+}
+KIMI: dict[str, Any] = {
+    **LATENT,
+    "linear_head_dim": 24,
+    "linear_num_heads": 3,
+    "layer_types": DELTA_NET["layer_types"],
+    "num_local_experts": NUM_EXPERTS,
+    "moe_intermediate_size": 40,
+    "num_experts_per_tok": 2,
+}
+ROUTED: dict[str, Any] = {
+    "n_routed_experts": NUM_EXPERTS,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+}
+DEEPSEEK: dict[str, Any] = {
+    **LATENT,
+    **ROUTED,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64,
+    "beta_fast": 16, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 1.2,
+}  # fmt: skip
+
 MODELS = {
     "qwen3": _tiny("Qwen3", QWEN3),
     "qwen3_tied": _tiny("Qwen3", QWEN3, TIED),
@@ -92,6 +128,36 @@ MODELS = {
     "qwen3_moe": _tiny("Qwen3Moe", QWEN3, EXPERTS, mlp_only_layers=[1], norm_topk_prob=False),
     "qwen3_next": _tiny("Qwen3Next", QWEN3_5, EXPERTS, SHARED_EXPERT, mlp_only_layers=[1]),
     "qwen3_5_moe": _tiny("Qwen3_5Moe", QWEN3_5, EXPERTS, SHARED_EXPERT, config="TextConfig"),
+    "deepseek_v2": _tiny(
+        "DeepseekV2",
+        DEEPSEEK,
+        _rope(50_000.0, **YARN),
+        q_lora_rank=None,
+        n_shared_experts=2,
+        topk_method="group_limited_greedy",
+    ),
+    "deepseek_v3": _tiny(
+        "DeepseekV3", DEEPSEEK, _rope(60_000.0), q_lora_rank=44, num_nextn_predict_layers=0
+    ),
+    "glm4_moe": _tiny(
+        "Glm4Moe",
+        {**COMMON, **_rope(70_000.0), **ROUTED},
+        use_qk_norm=True,
+        attention_bias=True,
+        first_k_dense_replace=2,
+        num_nextn_predict_layers=0,
+    ),
+    # layer 1 has a dense block
+    "glm4_moe_lite": _tiny(
+        "Glm4MoeLite",
+        LATENT,
+        _rope(80_000.0),
+        ROUTED,
+        q_lora_rank=44,
+        mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+    ),
+    # layer 0 has a dense block, as in DeepSeek's
+    "kimi_linear": _tiny("KimiLinear", KIMI),
     "llama": _tiny("Llama", COMMON, _rope(40_000.0), TIED, attention_bias=True),
 }
 
@@ -119,7 +185,10 @@ def build(name: str, *, scaled: bool, seed: int) -> tuple[Any, Any]:
 
 
 def _scale(model: torch.nn.Module, generator: torch.Generator) -> None:
-    """Redraw matrices with variance 1 / fan-in and jitter vectors; A_log and dt_bias stay."""
+    """Redraw matrices with variance 1 / fan-in and jitter vectors; A_log and dt_bias stay.
+
+    Routers' biases, which are buffers of zeros, are drawn too.
+    """
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(("A_log", "dt_bias")):
@@ -129,12 +198,54 @@ def _scale(model: torch.nn.Module, generator: torch.Generator) -> None:
                 weight.add_(noise * 0.1)
             else:
                 weight.copy_(noise * (0.4 if "conv" in name else weight.shape[-1] ** -0.5))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
 
 
 def save(model: Any, directory: Path) -> Path:
     """Write a model as transformers does, one safetensors file, and return the directory."""
     model.save_pretrained(directory)
     return directory
+
+
+def next_layer(model: Any, *, seed: int) -> Any:
+    """Return transformers' MTP model of one layer behind a tiny model, its weights spread."""
+    model.config.num_mtp_layers = 1
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        layer = MtpModel(model, 1).eval().float()
+    layer.set_experts_implementation("eager")
+    _scale(layer.layers, torch.Generator().manual_seed(seed + 1))
+    return layer
+
+
+def add_next_layer(directory: Path, layer: Any) -> None:
+    """Add an MTP layer to a saved model as the hub has it: as one more layer, with its own copies
+    of embedding and head, in a file of its own."""
+    config = json.loads((directory / "config.json").read_text())
+    config["num_nextn_predict_layers"] = 1
+    (directory / "config.json").write_text(json.dumps(config))
+    prefix = f"model.layers.{config['num_hidden_layers']}."
+    weights = {
+        f"{prefix}embed_tokens.weight": layer.embed_tokens.weight,
+        f"{prefix}shared_head.head.weight": layer.shared_head.weight,
+    }
+    for name, tensor in layer.layers[0].state_dict().items():
+        kind = name.replace("post_norm", "shared_head.norm").removeprefix("mtp_block.")
+        if kind.endswith("experts.gate_up_proj"):
+            for expert, fused in enumerate(tensor):
+                gate, up = fused.chunk(2)
+                stem = f"{prefix}mlp.experts.{expert}."
+                weights |= {f"{stem}gate_proj.weight": gate, f"{stem}up_proj.weight": up}
+        elif kind.endswith("experts.down_proj"):
+            for expert, down in enumerate(tensor):
+                weights[f"{prefix}mlp.experts.{expert}.down_proj.weight"] = down
+        else:
+            weights[prefix + kind] = tensor
+    weights |= stored_weights(directory)
+    (directory / "model.safetensors").unlink()
+    save_sharded({name: tensor.detach().clone() for name, tensor in weights.items()}, directory, 2)
 
 
 def stored_weights(directory: Path) -> dict[str, Tensor]:

@@ -142,6 +142,20 @@ def test_mixed_rows_do_not_depend_on_the_batch_the_split_or_nan() -> None:
     assert ((poisoned >= 0) & (poisoned < 4500)).all()
 
 
+def test_rows_may_be_one_entry_expanded() -> None:
+    logits = torch.randn(4, 700).to(DEVICE)
+    row = make_rows(1, temperature=0.7, top_k=30, top_p=0.9, min_p=0.01)
+    expanded = SamplingRows(
+        **{
+            f.name: getattr(row, f.name).expand(4, *getattr(row, f.name).shape[1:])
+            for f in fields(row)
+        }
+    )
+    assert expanded.temperature.stride() == (0,)
+    found, wanted = both(logits, expanded)
+    assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {}, {"top_k": 2}], ids=str)
 @pytest.mark.parametrize("capacity", [2, 8192])
 def test_stop_ids_are_masked_below_the_minimum_length(

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gapless import LLM, SamplingParams
-from gapless.layers import mlp
 from gapless.runner.syncs import HiddenSync, count_calls, forbid_syncs
 
 if TYPE_CHECKING:
@@ -144,12 +144,12 @@ def test_planted_sync_is_caught(
     kind: str, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = guarded(LLM(str(tiny_checkpoint), max_running_requests=2, max_model_len=50))
-    silu = mlp.F.silu
+    silu = F.silu
 
     def planted(x: Tensor) -> Tensor:
         VIOLATIONS[kind](x)
         return silu(x)
 
-    monkeypatch.setattr(mlp.F, "silu", planted)
+    monkeypatch.setattr(F, "silu", planted)
     with pytest.raises(HiddenSync):
         llm.generate([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=3))

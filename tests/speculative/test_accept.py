@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gapless.ops.sampling import SamplingMode, SamplingRows, sample
-from gapless.speculative.accept import accept_chain
+from gapless.ops.acceptance import accept_chain
 
 tokens = st.integers(0, 3)
 rows = st.integers(1, 5).flatmap(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gapless import LLM, SamplingParams
+from gapless.ops.acceptance import reference as acceptance
 from gapless.runner import accept as accept_stage
 from gapless.runner import decode
 from gapless.speculative import mtp
@@ -60,12 +61,12 @@ def test_noise_keyed_on_the_step(
 def test_drafts_kept_without_comparing(
     plain: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = accept_stage.accept_chain
+    honest = acceptance.accept_chain
 
     def trusting(sampled: Tensor, window: Tensor, *rest: Any) -> Any:
         return honest(sampled, torch.cat((window[:, :1], sampled[:, :-1]), 1), *rest)
 
-    monkeypatch.setattr(accept_stage, "accept_chain", trusting)
+    monkeypatch.setattr(acceptance, "accept_chain", trusting)
     assert _tokens() != plain
 
 

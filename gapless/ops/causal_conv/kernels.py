@@ -1,6 +1,5 @@
 """The kernels behind `triton.py`."""
 
-# ruff: noqa: PLR0913, PLR0917
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
@@ -30,7 +29,8 @@ def _weights(weight, i_first, C: tl.constexpr, WIDTH: tl.constexpr, BLOCK_C: tl.
     return taps
 
 
-@triton.jit
+# any number of tokens is served by one compiled kernel
+@triton.jit(do_not_specialize=["num_tokens"])
 def _causal_conv_kernel(
     source,
     taps,
@@ -66,7 +66,7 @@ def _causal_conv_kernel(
     tl.store(p_out, b_sum.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _convolve_window_kernel(
     inputs,
     ring,

@@ -71,7 +71,7 @@ def convolve_window(
 ) -> Tensor:
     """See `reference.convolve_window`. Each token's last tap is the token itself."""
     assert inputs.stride(1) == 1, "channels are contiguous"
-    _assert_contiguous(ring, weight, taps)
+    _assert_contiguous(ring, write, weight, taps)
     assert inputs.dtype == ring.dtype, f"{inputs.dtype} into a ring of {ring.dtype}"
     width, num_tokens = taps.shape
     window, rest = divmod(num_tokens, num_rows)
@@ -101,4 +101,6 @@ def convolve_window(
 
 
 def _assert_contiguous(*tensors: Tensor) -> None:
-    assert all(tensor.is_contiguous() for tensor in tensors), "ring, weight and taps are contiguous"
+    assert all(tensor.is_contiguous() for tensor in tensors), (
+        "ring, weight and indices are contiguous"
+    )

@@ -9,7 +9,7 @@ back: the decay from an entry to the window is then a running sum, at most zero,
 subtract.
 """
 
-# ruff: noqa: B007, PLR0912, PLR0913, PLR0915, PLR0917, RUF005
+# ruff: noqa: B007, PLR0912, RUF005
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
@@ -42,6 +42,29 @@ def _exact_decay(x):
 
 
 @triton.jit
+def _head(x):
+    """Return x rounded to the 11 bits that matrix units multiply (TF32)."""
+    return ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _dot(a, b, acc, SPLIT_A: tl.constexpr, SPLIT_B: tl.constexpr):
+    """Add a @ b; a split operand enters as head and rest, 23 bits in all.
+
+    Values read as bf16 or fp16 are their own head, and need no split.
+    """
+    if SPLIT_A:
+        a_head = _head(a)
+        acc = tl.dot(a - a_head, b, acc=acc, input_precision="tf32")
+        a = a_head
+    if SPLIT_B:
+        b_head = _head(b)
+        acc = tl.dot(a, b - b_head, acc=acc, input_precision="tf32")
+        b = b_head
+    return tl.dot(a, b, acc=acc, input_precision="tf32")
+
+
+@triton.jit
 def _fold(
     checkpoint,
     d_ring,
@@ -53,38 +76,87 @@ def _fold(
     out_row,
     i_head,
     i_key_head,
-    o_v,
+    i_run,
     eps,
+    MOST: tl.constexpr,  # of `count`
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    BV: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
     IS_PER_CHANNEL: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """Fold a block of value channels: fp32 products, each weight one exponential of one sum."""
-    o_k = tl.arange(0, K)
-    o_state = i_head * (V * K) + o_v[:, None] * K + o_k[None, :]
-    state = tl.load(checkpoint + read_row * (HV * V * K) + o_state).to(tl.float32)
+    """Fold a run of value channels.
+
+    Products are of 23 bits and summed apart from the state, which meets one fp32 factor and one
+    fp32 sum per fold.
+    """
+    o_k = tl.arange(0, 32)
     p_g = g_ring + i_head * (K if IS_PER_CHANNEL else 1)
-    if IS_PER_CHANNEL:
-        p_g += o_k
-    since = o_k * 0.0 if IS_PER_CHANNEL else 0.0
-    total = since
-    for j in range(count):
-        total += tl.load(p_g + tl.load(entries + j) * (HV * K if IS_PER_CHANNEL else HV))
-    state *= _exact_decay(total)
-    for r in range(count):
-        entry = tl.load(entries + count - 1 - r)
-        key = tl.load(k_ring + (entry * H + i_key_head) * K + o_k).to(tl.float32)
-        d = tl.load(d_ring + (entry * HV + i_head) * V + o_v)
+    since = ()
+    for c in tl.static_range(K // 32):
+        since = since + (o_k * 0.0 if IS_PER_CHANNEL else 0.0,)
+    # keys of 16 entries at a time, the newest first, in parts of 32 channels
+    weighted = ()
+    p_d = ()
+    for i in tl.static_range((MOST + 15) // 16):
+        r = i * 16 + tl.arange(0, 16)
+        m_newer = (r < count) & (r > 0)
+        entry = tl.load(entries + count - 1 - r, mask=r < count, other=0)
+        newer = tl.load(entries + count - r, mask=m_newer, other=0)
+        p_keys = k_ring + ((entry * H + i_key_head) * K)[:, None] + o_k[None, :]
+        squares = tl.zeros([16, 32], tl.float32)
+        for c in tl.static_range(K // 32):
+            keys = tl.load(p_keys + c * 32, mask=(r < count)[:, None], other=0).to(tl.float32)
+            squares += keys * keys
+        weight = tl.full([16], 1.0, tl.float32)
         if HAS_NORM:
-            key *= tl.rsqrt(tl.sum(key * key) + eps)
-        key *= _decay(since)
-        state += d[:, None] * key[None, :]
-        since += tl.load(p_g + entry * (HV * K if IS_PER_CHANNEL else HV))
-    p_out = checkpoint + out_row * (HV * V * K) + o_state
-    tl.store(p_out, state.to(checkpoint.dtype.element_ty))
+            weight = tl.rsqrt(tl.where(r < count, tl.sum(squares, 1) + eps, 1.0))
+        if not IS_PER_CHANNEL:
+            g_newer = tl.load(p_g + newer * HV, mask=m_newer, other=0)
+            weight *= _decay(tl.cumsum(g_newer, 0) + since[0])
+        later = ()
+        for c in tl.static_range(K // 32):
+            keys = tl.load(p_keys + c * 32, mask=(r < count)[:, None], other=0).to(tl.float32)
+            if IS_PER_CHANNEL:
+                p_newer = p_g + (newer * (HV * K))[:, None] + (c * 32 + o_k)[None, :]
+                g_newer = tl.load(p_newer, mask=m_newer[:, None], other=0)
+                keys *= _decay(tl.cumsum(g_newer, 0) + since[c][None, :])
+            weighted = weighted + (keys * weight[:, None],)
+            later = later + (since[c] + tl.sum(g_newer, 0),)
+        since = later
+        p_d = p_d + (d_ring + ((entry * HV + i_head) * V)[None, :],)
+    # each entry met its newer neighbour's decay; the oldest one's own is left for the state
+    oldest = tl.load(entries)
+    decay = ()
+    for c in tl.static_range(K // 32):
+        if IS_PER_CHANNEL:
+            p_oldest = p_g + oldest * (HV * K) + c * 32 + o_k
+            g_oldest = tl.load(p_oldest, mask=(count > 0) & (o_k >= 0), other=0)
+            decay = decay + (_exact_decay(since[c] + g_oldest)[None, :],)
+        else:
+            g_oldest = tl.load(p_g + oldest * HV, mask=count > 0, other=0)
+            decay = decay + (_exact_decay(since[c] + g_oldest),)
+    # no deeper than this: its buffers must not outgrow those that every row needs
+    stages: tl.constexpr = 2 if STAGES > 3 else 1
+    for i_block in tl.range(0, BLOCKS, num_stages=stages):
+        o_v = (i_run * BLOCKS + i_block) * BV + tl.arange(0, BV)
+        d = ()
+        for i in tl.static_range((MOST + 15) // 16):
+            m_live = i * 16 + tl.arange(0, 16) < count
+            d = d + (tl.load(p_d[i] + o_v[:, None], mask=m_live[None, :], other=0),)
+        for c in tl.static_range(K // 32):
+            o_state = i_head * (V * K) + o_v[:, None] * K + (c * 32 + o_k)[None, :]
+            state = tl.load(checkpoint + read_row * (HV * V * K) + o_state).to(tl.float32)
+            added = tl.zeros([BV, 32], tl.float32)
+            for i in tl.static_range((MOST + 15) // 16):
+                part = weighted[i * (K // 32) + c]
+                added = _dot(d[i], part, added, SPLIT_A=True, SPLIT_B=True)
+            p_out = checkpoint + out_row * (HV * V * K) + o_state
+            tl.store(p_out, (state * decay[c] + added).to(checkpoint.dtype.element_ty))
 
 
 @triton.jit
@@ -103,12 +175,14 @@ def _start(
     zero_entry,
     eps,
     N: tl.constexpr,
+    W: tl.constexpr,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
     BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
     IS_PER_CHANNEL: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
@@ -127,12 +201,13 @@ def _start(
     if num_folded > 0:
         read_row = row
         row = tl.load(fold_rows + i_row)
-        for i_block in range(BLOCKS):
-            _fold(
-                checkpoint, d_ring, k_ring, g_ring, entries, num_folded, read_row, row, i_head,
-                i_head // (HV // H), (i_run * BLOCKS + i_block) * BV + tl.arange(0, BV), eps,
-                H, HV, K, V, IS_PER_CHANNEL, HAS_NORM,
-            )  # fmt: skip
+        # a step of at most L tokens passes one multiple of L
+        most: tl.constexpr = N - W + 1 if W <= N - W + 1 else N
+        _fold(
+            checkpoint, d_ring, k_ring, g_ring, entries, num_folded, read_row, row,
+            i_head, i_head // (HV // H), i_run, eps,
+            most, H, HV, K, V, BV, BLOCKS, STAGES, IS_PER_CHANNEL, HAS_NORM,
+        )  # fmt: skip
         # other threads of the program read what this one has stored
         tl.debug_barrier()
     return num_ring, num_folded, row
@@ -238,7 +313,7 @@ def _replay_decode_kernel(
         num_ring, num_folded, row = _start(
             checkpoint, d_ring, k_ring, g_ring, ring_read, fold_mask, read_rows, fold_rows,
             i_row, i_head, i_run, zero_entry, eps,
-            N, H, HV, K, V, BV, BLOCKS, IS_PER_CHANNEL, HAS_NORM,
+            N, 1, H, HV, K, V, BV, BLOCKS, STAGES, IS_PER_CHANNEL, HAS_NORM,
         )  # fmt: skip
         num_live = num_ring - num_folded
 
@@ -375,23 +450,6 @@ def _replay_decode_kernel(
         )
 
 
-@triton.jit
-def _dot(a, b, acc, SPLIT_A: tl.constexpr, SPLIT_B: tl.constexpr):
-    """Add a @ b; a split operand enters as two of the matrix units' 11-bit heads, 22 bits in all.
-
-    Values read as bf16 or fp16 fit the head, and need no split.
-    """
-    if SPLIT_A:
-        a_head = (a.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-        acc = tl.dot(a - a_head, b, acc=acc, input_precision="tf32")
-        a = a_head
-    if SPLIT_B:
-        b_head = (b.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-        acc = tl.dot(a, b - b_head, acc=acc, input_precision="tf32")
-        b = b_head
-    return tl.dot(a, b, acc=acc, input_precision="tf32")
-
-
 @triton.jit(do_not_specialize=["zero_entry"])
 def _replay_window_kernel(
     q,
@@ -450,7 +508,7 @@ def _replay_window_kernel(
     num_ring, num_folded, row = _start(
         checkpoint, d_ring, k_ring, g_ring, ring_read, fold_mask, read_rows, fold_rows,
         i_row, i_head, i_run, zero_entry, eps,
-        N, H, HV, K, V, BV, BLOCKS, IS_PER_CHANNEL, HAS_NORM,
+        N, W, H, HV, K, V, BV, BLOCKS, STAGES, IS_PER_CHANNEL, HAS_NORM,
     )  # fmt: skip
     entries = ring_read + i_row * N
     num_live = num_ring - num_folded
@@ -611,11 +669,11 @@ def _materialize_kernel(
 ):
     """Fold the masked prefix of the ring into another row, or the same."""
     i_head, i_row = tl.program_id(0) // (V // BV), tl.program_id(1).to(tl.int64)
-    o_v = (tl.program_id(0) % (V // BV)) * BV + tl.arange(0, BV)
     o_n = tl.arange(0, triton.next_power_of_2(N))
     is_wanted = tl.load(mask + i_row * N + o_n, mask=o_n < N, other=0)
     _fold(
         checkpoint, d_ring, k_ring, g_ring, ring_read + i_row * N,
         tl.sum(is_wanted.to(tl.int32)), tl.load(read_rows + i_row), tl.load(out_rows + i_row),
-        i_head, i_head // (HV // H), o_v, eps, H, HV, K, V, IS_PER_CHANNEL, HAS_NORM,
+        i_head, i_head // (HV // H), tl.program_id(0) % (V // BV), eps,
+        N, H, HV, K, V, BV, 1, 1, IS_PER_CHANNEL, HAS_NORM,
     )  # fmt: skip

@@ -51,7 +51,11 @@ class ReplayMemory:
 
 @dataclass(frozen=True)
 class ReplayIndices:
-    """Where one step reads and writes, the same for every layer; N = L - 1 + W_max."""
+    """Where one step reads and writes, the same for every layer; N = L - 1 + W_max.
+
+    The zero entry is the rings' last one. A fold leaves at most L - 1 entries. Where W_max exceeds
+    L, every window has W_max tokens.
+    """
 
     ring_read: Tensor
     """[B, N] int64: entry of position checkpoint_len + j; the zero entry from seq_lens on."""

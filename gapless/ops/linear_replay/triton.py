@@ -1,8 +1,9 @@
-"""Triton path of the replay window: GDN and KDA, chains of 1 to 16 tokens, fp32 arithmetic.
+"""Triton path of the replay window: GDN and KDA, chains of 1 to 16 tokens, fp32 state or bf16.
 
-Same functions and meaning as `reference.py`, and two more rules of the indices, which step metadata
-keeps: the ring entry of zeros is the rings' last one, so that it is recognised and not read; and
-what a fold leaves in the ring is at most N - W entries, that is, L - 1.
+Same functions and meaning as `reference.py`, and three more rules of the indices, which step
+metadata keeps: the ring entry of zeros is the rings' last one, so that it is recognised and not
+read; what a fold leaves in the ring is at most N - W entries, as with W = W_max it is L - 1; and
+where W_max exceeds L, every window has W_max tokens, so that a shorter one folds at most L entries.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ def replay_window(
     """Run one window as `reference.replay_window` does; one launch, no sync.
 
     Arguments may be views whose last two axes are contiguous; others are copied. `launch` defaults
-    to the tuned one. Folds, and the read-outs of one token, are fp32 products; the read-outs of a
-    wider window run on matrix units, with about 22 bits, or with 11 (TF32) if not `is_exact`.
+    to the tuned one. The read-outs of one token are fp32 products; folds run on matrix units with
+    23 bits, and so do the read-outs of a wider window, or with 11 (TF32) if not `is_exact`.
     """
     rows, width, key_heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
@@ -149,7 +150,8 @@ def materialize(
 ) -> None:
     """Write the state after the masked prefix into `out_rows`, as `reference.materialize` does.
 
-    One launch for all rows, fp32 products. Entries outside the mask are not read.
+    One launch for all rows. Entries outside the mask are not read. No row's `out_row` is another
+    row's `read_row`.
     """
     _, value_heads, value_dim, key_dim = memory.checkpoint.shape
     reason = unsupported_memory(memory)

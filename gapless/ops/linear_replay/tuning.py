@@ -37,14 +37,14 @@ TABLE: dict[tuple[str, bool, int], tuple[Launch, Launch, Launch]] = {
     ("packed", False, 2): (Launch(16, 16, 1), Launch(32, 32, 1), Launch(64, 64, 1)),
     ("packed", True, 4): (Launch(16, 16, 1), Launch(32, 32, 1), Launch(32, 32, 1)),
     ("packed", True, 2): (Launch(16, 16, 1), Launch(32, 32, 1), Launch(64, 64, 1)),
-    ("decode", False, 4): (Launch(16, 16, 1), Launch(32, 32, 1), Launch(16, 128, 4)),
+    ("decode", False, 4): (Launch(16, 16, 1), Launch(32, 32, 1), Launch(32, 128, 4)),
     ("decode", False, 2): (Launch(16, 16, 1), Launch(32, 32, 1), Launch(32, 128, 4)),
-    ("decode", True, 4): (Launch(16, 16, 1), Launch(32, 32, 1), Launch(16, 128, 4)),
+    ("decode", True, 4): (Launch(16, 16, 1), Launch(32, 32, 1), Launch(32, 128, 4)),
     ("decode", True, 2): (Launch(16, 16, 1), Launch(32, 32, 1), Launch(32, 128, 4)),
-    ("window", False, 4): (Launch(32, 32, 1), Launch(32, 64, 2), Launch(32, 128, 3)),
-    ("window", False, 2): (Launch(32, 32, 1), Launch(32, 64, 2), Launch(32, 128, 3)),
-    ("window", True, 4): (Launch(32, 32, 1), Launch(32, 64, 2), Launch(32, 128, 3)),
-    ("window", True, 2): (Launch(32, 32, 1), Launch(32, 64, 2), Launch(32, 128, 3)),
+    ("window", False, 4): (Launch(32, 32, 1), Launch(32, 64, 2, 2), Launch(32, 128, 3, 2)),
+    ("window", False, 2): (Launch(32, 32, 1), Launch(32, 64, 2, 2), Launch(32, 128, 3, 2)),
+    ("window", True, 4): (Launch(32, 32, 1), Launch(64, 128, 2), Launch(64, 128, 2)),
+    ("window", True, 2): (Launch(32, 32, 1), Launch(64, 128, 2), Launch(64, 128, 2)),
 }
 MATERIALIZE = Launch(32, 32, 1)
 

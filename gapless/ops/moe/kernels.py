@@ -6,7 +6,6 @@ Many are sorted by expert, so that a tile of them shares a read; then a token's 
 Either way a token adds its experts in ascending id, in float32, and rounds once.
 """
 
-# ruff: noqa: PLR0913, PLR0917
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
@@ -174,7 +173,8 @@ def _experts_of(experts, live, o_p, num_pairs, K: tl.constexpr, HAS_LIVE: tl.con
     return b_expert
 
 
-@triton.jit
+# any number of pairs is served by one compiled kernel
+@triton.jit(do_not_specialize=["num_pairs"])
 def _sort_kernel(
     experts,
     live,
@@ -322,8 +322,8 @@ def _combine_kernel(
     HAS_EXTRA: tl.constexpr,
 ):
     """Some output features of one token from those of its pairs."""
-    i_token = tl.program_id(1).to(tl.int64)
-    o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    i_token = tl.program_id(0).to(tl.int64)
+    o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     o_k = tl.arange(0, BLOCK_K)
     p_out = out + i_token * D + o_d
     # one is known when compiling, the other is not

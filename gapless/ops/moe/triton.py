@@ -1,7 +1,8 @@
 """`reference.py` on a GPU: routing in one launch, few pairs in two, many in four, no sync.
 
 A pair is one token with one of its experts. Products accumulate in float32; hidden features are
-rounded to the activation dtype, and so are the terms of very many pairs.
+rounded to the activation dtype, and so are the terms of very many pairs. Kernels are compiled for
+a few ranges of pairs, not for each number.
 """
 
 from __future__ import annotations
@@ -27,9 +28,7 @@ if TYPE_CHECKING:
 
 # pairs up to which few enough share an expert that reading its matrices for each costs least
 GATHERED_PAIRS = 64
-# pairs up to which their terms are kept in float32
-EXACT_PAIRS = 4096
-SORT_BLOCK = 2048
+SORT_BLOCKS = (512, 2048)  # pairs that the sort reads at a time, few and many
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -43,6 +42,10 @@ class Tiling:
     block_k: int  # features summed per iteration
     num_warps: int
     num_stages: int
+
+    def terms_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return float32 for terms so few that keeping them as they are costs little."""
+        return torch.float32 if self.block_m == 16 else dtype
 
 
 def grouped_tiling(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Tiling:
@@ -189,8 +192,7 @@ def mix_grouped(
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=x.device)
     order = torch.empty(num_pairs, dtype=torch.int32, device=x.device)
     hidden = torch.empty(num_pairs, inner, dtype=x.dtype, device=x.device)
-    exact = torch.float32 if num_pairs <= EXACT_PAIRS else x.dtype
-    terms = torch.empty(num_pairs, size, dtype=exact, device=x.device)
+    terms = torch.empty(num_pairs, size, dtype=tiling.terms_dtype(x.dtype), device=x.device)
     alive, has_live = _alive(live, experts)
     _sort_kernel[(num_experts,)](
         experts,
@@ -199,7 +201,7 @@ def mix_grouped(
         order,
         num_pairs,
         K=num_active,
-        BLOCK=min(SORT_BLOCK, triton.next_power_of_2(num_pairs)),
+        BLOCK=SORT_BLOCKS[num_pairs > SORT_BLOCKS[0]],
         HAS_LIVE=has_live,
         num_warps=4,
     )
@@ -231,7 +233,7 @@ def mix_grouped(
         hidden, starts, order, down, terms, BLOCK_N=tiling.block_down, **sizes
     )
     block_d = min(1024, triton.next_power_of_2(size))
-    _combine_kernel[triton.cdiv(size, block_d), num_tokens](
+    _combine_kernel[num_tokens, triton.cdiv(size, block_d)](
         terms,
         weights,
         experts,

@@ -1,6 +1,5 @@
 """The kernels behind `triton.py`: a program owns some rows and holds each of them whole."""
 
-# ruff: noqa: PLR0913, PLR0917
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
@@ -22,7 +21,8 @@ def _normed(b_x, weight, o_d, eps, D: tl.constexpr):
     return b_x * b_inverse[:, None] * b_weight
 
 
-@triton.jit
+# any number of rows is served by one compiled kernel
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x,
     term,
@@ -58,7 +58,7 @@ def _rms_norm_kernel(
     tl.store(out + o_out, b_out.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gated_rms_norm_kernel(
     x,
     gate,

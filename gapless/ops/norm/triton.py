@@ -88,7 +88,7 @@ class _Tile:
     def of(cls, rows: Tensor) -> _Tile:  # [outer, inner, D]
         num_rows = rows.shape[0] * rows.shape[1]
         block_d = triton.next_power_of_2(rows.shape[2])
-        block_rows = min(max(1, TILE_LEN // block_d), triton.next_power_of_2(max(1, num_rows)))
+        block_rows = max(1, TILE_LEN // block_d)
         # 8 elements, 16 bytes of bfloat16, for each thread
         num_warps = min(16, max(1, block_rows * block_d // 256))
         return cls(num_rows, block_rows, block_d, num_warps)

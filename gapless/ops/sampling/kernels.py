@@ -11,7 +11,6 @@ integers, so neither the split nor the order in which tokens are collected can c
 Thresholds are bisected over keys, the integers whose order is that of the logits.
 """
 
-# ruff: noqa: PLR0913, PLR0917
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 

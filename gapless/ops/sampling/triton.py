@@ -31,8 +31,9 @@ BLOCK = 1024
 SURVEY_BLOCK = 256  # of a tile with a column per cut
 CHOOSE_BLOCK = 2048
 MAX_VOCAB_SIZE = 1 << 20  # counts and masses of a row stay far from overflow
-PROGRAMS = 1024  # about as many as fill a device
-MAX_SPLIT = 8192
+# tokens that a program reads, in a small batch and in others; no result depends on it
+SPLITS = (1024, 8192)
+SMALL_BATCH = 8
 
 
 def unsupported(logits: Tensor) -> str | None:
@@ -60,7 +61,7 @@ def sample(
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
     if not num_rows:
         return tokens
-    split = split or _split_len(num_rows, vocab_size)
+    split = split or SPLITS[num_rows > SMALL_BATCH]
     num_splits = triton.cdiv(vocab_size, split)
     is_drawn = not mode.is_greedy
 
@@ -81,9 +82,11 @@ def sample(
             torch.empty(num_rows, capacity, dtype=torch.float32, device=device),
             torch.empty(num_rows, capacity, dtype=torch.int32, device=device),
         )
-    stops = (rows.min_len, rows.stop_ids.contiguous())
-    filters = (rows.temperature, rows.top_k, rows.top_p)
-    noise = (rows.min_p, rows.seeds)
+    # a slot's parameters that serve its whole window may come as one entry of stride 0
+    positions = positions.contiguous()
+    stops = (rows.min_len.contiguous(), rows.stop_ids.contiguous())
+    filters = tuple(x.contiguous() for x in (rows.temperature, rows.top_k, rows.top_p))
+    noise = (rows.min_p.contiguous(), rows.seeds.contiguous())
     sizes = {"V": vocab_size, "STOPS": rows.stop_ids.shape[1] if mode.edits_logits else 0}
     block_s = triton.next_power_of_2(num_splits)
     grid = (num_splits, num_rows)
@@ -116,12 +119,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     out = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=seeds.device)
     if out.numel():
         grid = (triton.cdiv(vocab_size, BLOCK), num_rows)
-        _noise_kernel[grid](seeds, positions, out, V=vocab_size, BLOCK=BLOCK, num_warps=4)
+        _noise_kernel[grid](
+            seeds.contiguous(), positions.contiguous(), out, V=vocab_size, BLOCK=BLOCK, num_warps=4
+        )
     return out
-
-
-def _split_len(num_rows: int, vocab_size: int) -> int:
-    """Return how many tokens a program reads: few in a small batch; no result depends on it."""
-    per_row = max(1, PROGRAMS // num_rows)
-    split: int = triton.next_power_of_2(triton.cdiv(vocab_size, per_row))
-    return min(MAX_SPLIT, max(BLOCK, split))

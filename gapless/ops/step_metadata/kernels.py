@@ -1,6 +1,5 @@
 """The kernel behind `triton.py`: a program owns one row and writes all of its indices."""
 
-# ruff: noqa: PLR0913, PLR0917
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
@@ -8,7 +7,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# any number of tokens is served by one compiled kernel
+@triton.jit(do_not_specialize=["num_tokens"])
 def _window_indices_kernel(
     in_slots,
     in_seq_lens,
@@ -28,6 +28,7 @@ def _window_indices_kernel(
     fold_rows,
     conv_write,
     conv_taps,
+    live,
     num_tokens,
     page_stride,
     NULL_SLOT: tl.constexpr,
@@ -67,6 +68,8 @@ def _window_indices_kernel(
     tl.store(kv_write + o_token, page * PAGE_SIZE + position % PAGE_SIZE, mask=m_w)
     tl.store(ring_write + o_token, slot * R + position % R, mask=m_w)
     tl.store(conv_write + o_token, slot * R_C + position % R_C, mask=m_w)
+    b_live = tl.full([BLOCK_W], 1, tl.uint8)
+    tl.store(live + o_token, tl.where(slot == NULL_SLOT, 0, b_live).to(tl.uint8), mask=m_w)
     for i_tap in tl.static_range(WIDTH):
         before = position - (WIDTH - 1 - i_tap)
         # the sum keeps the remainder of a masked position off the negative numbers

@@ -117,6 +117,7 @@ class WindowIndices:
     replay: ReplayIndices
     conv_write: Tensor  # [B * W]
     conv_taps: Tensor  # [width, B * W]
+    live: Tensor  # [B * W] bool: whether the token is of a row that is neither padded nor done
 
 
 def kv_entries(
@@ -177,4 +178,5 @@ def window_indices(
         ),
         conv_write=conv_base + flat % geometry.conv_ring_len,
         conv_taps=conv_taps,
+        live=token_slots != geometry.null_slot,
     )

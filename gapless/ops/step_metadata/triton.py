@@ -48,6 +48,7 @@ def empty_indices(
         ),
         conv_write=empty(num_tokens),
         conv_taps=empty(geometry.conv_width, num_tokens),
+        live=empty(num_tokens, dtype=torch.bool),
     )
 
 
@@ -75,6 +76,7 @@ def fill(out: WindowIndices, slots: Tensor, columns: SlotColumns, geometry: Geom
         out.replay.fold_rows,
         out.conv_write,
         out.conv_taps,
+        out.live.view(torch.uint8),
         num_rows * window,
         columns.page_table.stride(0),
         NULL_SLOT=geometry.null_slot,

@@ -1,0 +1,108 @@
+"""How many tokens of a window are emitted, and what the slot table holds after; the definition.
+
+Drafts are kept while they equal the target's own tokens. Also the CPU path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What one step emits, B rows."""
+
+    lens: Tensor  # [B] int64, 1 .. W
+    newest: Tensor  # [B] int64: the last token emitted
+    ends: Tensor  # [B] bool: whether it ends its request
+
+
+@dataclass(frozen=True)
+class AcceptColumns:
+    """The columns of the slot table that acceptance reads or writes; the null slot is last."""
+
+    seq_lens: Tensor  # [slots + 1] int64, written
+    checkpoint_len: Tensor  # [slots + 1] int64, written
+    done: Tensor  # [slots + 1] bool, written
+    window_tokens: Tensor  # [slots + 1, W_max] int64, the first column written
+    num_drafts: Tensor  # [slots + 1] int64
+    limit_len: Tensor  # [slots + 1] int64
+    stop_ids: Tensor  # [slots + 1, S] int64, -1 where unused
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A step's outcome, B rows."""
+
+    lens: Tensor  # [B] int64: tokens emitted; 0 for padded rows
+    proposed: Tensor  # [B] int64: drafts that the window held
+    live_slots: Tensor  # [B] int64: the null slot for rows that are padded or have ended
+    seq_lens: Tensor  # [B] int64: committed length after the step
+    newest: Tensor  # [B] int64: the last token emitted
+
+
+def accept_chain(
+    sampled: Tensor,  # [B, W] int64: the target's token after each window position
+    window: Tensor,  # [B, W] int64: the newest token, then the drafts
+    total_len: Tensor,  # [B] int64: tokens of the request before this step, window[:, 0] included
+    limit_len: Tensor,  # [B] int64
+    stop_ids: Tensor,  # [B, S] int64, -1 where unused
+    num_drafts: Tensor,  # [B] int64: window tokens after the first that are proposals
+    forced: Tensor | None = None,  # [B] int64: drafts to keep whatever they are, for benchmarks
+) -> Acceptance:
+    """Emit sampled tokens up to the first that no draft foretold, or that ends the request."""
+    width = sampled.shape[1]
+    is_stop = (sampled[:, :, None] == stop_ids[:, None, :]).any(-1)
+    lens_after = total_len[:, None] + torch.arange(1, width + 1, device=sampled.device)
+    ends = is_stop | (lens_after >= limit_len[:, None])
+    if width == 1:
+        return Acceptance(torch.ones_like(total_len), sampled[:, 0], ends[:, 0])
+    depth = torch.arange(width - 1, device=sampled.device)
+    is_kept = sampled[:, :-1] == window[:, 1:] if forced is None else depth < forced[:, None]
+    goes_on = is_kept & ~ends[:, :-1] & (depth < num_drafts[:, None])
+    last = goes_on.long().cumprod(-1).sum(-1)
+    at_last = last[:, None]
+    return Acceptance(last + 1, sampled.gather(1, at_last)[:, 0], ends.gather(1, at_last)[:, 0])
+
+
+def settle_windows(
+    sampled: Tensor,  # [B, W] int64
+    slots: Tensor,  # [B] int64
+    seq_lens: Tensor,  # [B] int64: committed length before the window
+    checkpoint_len: Tensor,  # [B] int64: checkpoint length once the step is over
+    columns: AcceptColumns,  # written
+    *,
+    null_slot: int,
+    forced: Tensor | None = None,  # [B] int64
+) -> Settled:
+    """Run `accept_chain` on the slots' windows and store the outcome in their columns.
+
+    The null slot stays at length 0 and done; of the tokens that its rows put into its window any
+    one may stay.
+    """
+    proposed = columns.num_drafts.index_select(0, slots)
+    outcome = accept_chain(
+        sampled,
+        columns.window_tokens.index_select(0, slots)[:, : sampled.shape[1]],
+        seq_lens + 1,
+        columns.limit_len.index_select(0, slots),
+        columns.stop_ids.index_select(0, slots),
+        proposed,
+        forced,
+    )
+    is_null = slots == null_slot
+    lens = outcome.lens.masked_fill(is_null, 0)
+    after = seq_lens + lens
+    is_over = outcome.ends | is_null
+    columns.seq_lens.index_copy_(0, slots, after)
+    columns.checkpoint_len.index_copy_(0, slots, checkpoint_len)
+    columns.done.index_copy_(0, slots, is_over)
+    columns.window_tokens.select(1, 0).index_copy_(0, slots, outcome.newest)
+    live_slots = slots.masked_fill(is_over, null_slot)
+    return Settled(lens, proposed, live_slots, after, outcome.newest)

@@ -1,0 +1,59 @@
+"""`reference.settle_windows` in one launch, the same integers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+
+from gapless.ops.acceptance.kernels import _settle_windows_kernel
+from gapless.ops.acceptance.reference import AcceptColumns, Settled
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def settle_windows(
+    sampled: Tensor,
+    slots: Tensor,
+    seq_lens: Tensor,
+    checkpoint_len: Tensor,
+    columns: AcceptColumns,
+    *,
+    null_slot: int,
+    forced: Tensor | None = None,
+) -> Settled:
+    """See `reference.settle_windows`. Columns are contiguous."""
+    num_rows, window = sampled.shape
+    assert sampled.is_contiguous(), "a row's tokens are contiguous"
+    assert columns.window_tokens.is_contiguous(), "the table's windows are contiguous"
+    out = Settled(*(torch.empty_like(slots) for _ in range(5)))
+    _settle_windows_kernel[(num_rows,)](
+        sampled,
+        slots,
+        seq_lens,
+        checkpoint_len,
+        # without forced drafts nobody reads this
+        slots if forced is None else forced,
+        columns.seq_lens,
+        columns.checkpoint_len,
+        columns.done.view(torch.uint8),
+        columns.window_tokens,
+        columns.num_drafts,
+        columns.limit_len,
+        columns.stop_ids,
+        out.lens,
+        out.proposed,
+        out.live_slots,
+        out.seq_lens,
+        out.newest,
+        NULL_SLOT=null_slot,
+        W=window,
+        W_MAX=columns.window_tokens.shape[1],
+        STOPS=columns.stop_ids.shape[1],
+        BLOCK_W=triton.next_power_of_2(window),
+        HAS_FORCED=forced is not None,
+        num_warps=1,
+    )
+    return out

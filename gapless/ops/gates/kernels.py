@@ -1,0 +1,44 @@
+"""Kernel bodies of the elementwise gates."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _delta_gates_kernel(
+    b_ptr, a_ptr, dt_bias_ptr, rate_ptr, beta_ptr, decay_ptr,
+    num_tokens, b_stride, a_stride,
+    HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[:, None]
+    head = tl.arange(0, BLOCK_HEADS)[None, :]
+    mask = (token < num_tokens) & (head < HEADS)
+    b = tl.load(b_ptr + token * b_stride + head, mask, other=0.0).to(tl.float32)
+    a = tl.load(a_ptr + token * a_stride + head, mask, other=0.0).to(tl.float32)
+    bias = tl.load(dt_bias_ptr + head, head < HEADS, other=0.0)
+    rate = tl.load(rate_ptr + head, head < HEADS, other=0.0)
+    x = a + bias
+    # max(x, 0) + log1p(exp(-|x|)), the latter by Kahan's formula: log(u) x / (u - 1) with u = 1 + x
+    small = tl.exp(-tl.abs(x))
+    above = 1.0 + small
+    is_lost = above == 1.0
+    rest = tl.where(is_lost, small, tl.log(above) * (small / tl.where(is_lost, 1.0, above - 1.0)))
+    softplus = tl.maximum(x, 0.0) + rest
+    out = token * HEADS + head
+    tl.store(beta_ptr + out, 1.0 / (1.0 + tl.exp(-b)), mask)
+    tl.store(decay_ptr + out, softplus * rate, mask)
+
+
+@triton.jit
+def _sigmoid_gate_kernel(
+    x_ptr, gate_ptr, out_ptr, size, x_stride, gate_stride, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < size
+    x = tl.load(x_ptr + row * x_stride + column, mask, other=0.0)
+    gate = tl.load(gate_ptr + row * gate_stride + column, mask, other=0.0).to(tl.float32)
+    factor = (1.0 / (1.0 + tl.exp(-gate))).to(x.dtype)
+    tl.store(out_ptr + row * size + column, x * factor, mask)

@@ -1,0 +1,155 @@
+"""Prompts of requests to token ids, checked against what the model accepts.
+
+Reading a prompt may take long, so `PromptReader`'s methods run in threads: the event loop goes on.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gapless.errors import ConfigError, ModelError
+from gapless.server.errors import ApiError
+from gapless.text.chat import ChatTemplate, EncodedPrompt
+from gapless.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from gapless.engine.wire import Ready
+
+# variables that a template has from the request itself
+_RESERVED = ("messages", "add_generation_prompt", "tools", "documents")
+
+
+class PromptReader:
+    """The text side of a model."""
+
+    def __init__(self, ready: Ready, chat_template: str | None) -> None:
+        """Load tokenizer and chat template; `chat_template` is Jinja in place of the checkpoint's.
+
+        Raises:
+            ModelError: a file is missing or malformed.
+        """
+        checkpoint = Path(ready.checkpoint)
+        self.limits = ready.limits
+        self.tokenizer = Tokenizer(checkpoint)
+        if chat_template is None:
+            self._template = ChatTemplate.from_checkpoint(checkpoint, self.tokenizer)
+        else:
+            special = self.tokenizer.special_tokens
+            self._template = ChatTemplate({"default": chat_template}, special)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> EncodedPrompt:
+        """Encode a chat.
+
+        Raises:
+            ApiError: the messages are malformed, or a variable's name is taken.
+            InvalidRequest: the template refuses them.
+        """
+        for name in _RESERVED:
+            if name in variables:
+                raise _wrong(f"chat_template_kwargs.{name}", "is no variable; leave it out")
+        plain = [_message(index, message) for index, message in enumerate(messages)]
+        try:
+            return self._template.encode(
+                self.tokenizer, plain, add_generation_prompt=add_generation_prompt, **variables
+            )
+        except RecursionError as error:
+            raise _wrong("messages", "nest too deeply; flatten them") from error
+
+    def texts(self, prompt: str | list[str | int | list[int]]) -> list[EncodedPrompt]:
+        """Encode a completion's prompt, which is one or several of text or token ids.
+
+        Raises:
+            ApiError: it mixes kinds, or has nothing.
+        """
+        if isinstance(prompt, str):
+            return [self._text(prompt)]
+        if not prompt:
+            raise _wrong("prompt", "is empty; want text or token ids")
+        ids = [item for item in prompt if isinstance(item, int)]
+        if ids:
+            if len(ids) < len(prompt):
+                raise _wrong("prompt", "mixes token ids with other things; want one kind")
+            return [EncodedPrompt(ids)]
+        if len({type(item) for item in prompt}) > 1:
+            raise _wrong("prompt", "mixes text and token ids; want one kind")
+        return [
+            self._text(item) if isinstance(item, str) else EncodedPrompt(item)
+            for item in prompt
+            if not isinstance(item, int)
+        ]
+
+    def _text(self, text: str) -> EncodedPrompt:
+        return EncodedPrompt(self.tokenizer.encode(text, add_special_tokens=True))
+
+
+def read_template(given: str | None) -> str | None:
+    """Return the source of a chat template that is given as a file or as itself.
+
+    Raises:
+        ConfigError: it is neither, or no Jinja.
+    """
+    if given is None:
+        return None
+    source = given
+    # a template without any braces would say the same to every chat
+    if "{" not in given:
+        try:
+            source = Path(given).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"chat_template={given!r} cannot be read: {error}; want a file with a Jinja "
+                "template, or the template itself"
+            ) from error
+    try:
+        ChatTemplate({"default": source}, {})
+    except ModelError as error:
+        raise ConfigError(f"chat_template: {error.__cause__}; correct it") from error
+    return source
+
+
+def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with its content as text."""
+    where = f"messages[{index}]"
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise _wrong(f"{where}.role", f"is {role!r}; want a text such as 'user'")
+    plain = {name: value for name, value in message.items() if value is not None}
+    # the newer name, which templates do not know
+    if role == "developer":
+        plain["role"] = "system"
+    content = plain.get("content")
+    if isinstance(content, list):
+        plain["content"] = "\n".join(
+            _part(f"{where}.content[{i}]", part) for i, part in enumerate(content)
+        )
+    elif content is None:
+        if "tool_calls" not in plain:
+            raise _wrong(f"{where}.content", "is missing; want text")
+        plain["content"] = ""
+    elif not isinstance(content, str):
+        raise _wrong(f"{where}.content", f"is a {type(content).__name__}; want text")
+    return plain
+
+
+def _part(where: str, part: object) -> str:
+    """Return the text of a piece of content; nothing is ever fetched for one."""
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+        case {"type": str(kind)} if kind != "text":
+            raise _wrong(where, f"is of type {kind!r}; this model reads text only")
+    raise _wrong(where, 'is malformed; want {"type": "text", "text": "..."}')
+
+
+def _wrong(param: str, what: str) -> ApiError:
+    return ApiError(HTTPStatus.BAD_REQUEST, f"{param} {what}", param=param)
