@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,14 @@ PROMPT_LEN = 256
 PROFILED_STEPS = 6
 FORCED_ACCEPTANCE = 3.0
 
-# kernels by the first pattern that their name holds
+# kernels by the first pattern that their name begins with, then by what it holds
 CLASSES = (
-    ("moe", ("moe", "expert", "router", "topk")),
-    ("linear state", ("replay", "delta", "materialize", "chunk_", "recurrent", "wy_", "cumsum")),
-    ("attention", ("paged", "window_kernel", "combine", "prefill_kernel", "flash", "attn")),
-    ("sampling", ("sample", "argmax", "gumbel", "philox", "accept", "threshold")),
-    ("projections", ("gemm", "gemv", "cutlass", "nvjet", "xmma", "splitk", "matmul", "dot_kernel")),
-    ("norm and conv", ("norm", "conv")),
+    ("moe", ("_route", "_gathered", "_grouped", "_sort", "_combine")),
+    ("linear state", ("_replay", "_materialize", "_delta_gates", "_normalize", "chunk_")),
+    ("attention", ("_window_kernel", "_window_combine", "_prefill", "_qk_norm_rope")),
+    ("sampling", ("_maximum", "_survey", "_collect", "_choose", "_noise", "_settle")),
+    ("projections", ("nvjet", "gemv", "gemm", "cutlass", "sm90_xmma", "sm80_xmma", "_skinny")),
+    ("norm and conv", ("_rms_norm", "_gated_rms_norm", "_convolve", "_causal_conv")),
 )
 
 
@@ -63,6 +64,9 @@ class Figures:
     kernel_launches: float
     blocking_calls: float
     seam_share: float
+    """Of a step's time, what lies between its last kernel and the next step's first."""
+    gap_share: float
+    """Of a step's time, what lies between its own kernels."""
     ms_by_class: dict[str, float]
 
 
@@ -73,13 +77,10 @@ def prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[lis
 
 
 def measure(llm: LLM, model: str, batch: int, output_len: int, vocab_size: int) -> Figures:
-    """Time a batch, then profile a few of its steps."""
+    """Time a batch, then look into a few of its steps."""
     asked = prompts(batch, PROMPT_LEN, vocab_size)
     time_requests(llm, asked, 16)
-    loop = llm.engine.loop_counters
-    steps, planned = loop.num_steps, loop.plan_seconds
     timing = time_requests(llm, asked, output_len)
-    num_steps = loop.num_steps - steps
     config = llm.engine.config
     decode_steps = timing.counters.num_steps / batch
     return Figures(
@@ -91,14 +92,13 @@ def measure(llm: LLM, model: str, batch: int, output_len: int, vocab_size: int) 
         ms_per_step=timing.decode_seconds / decode_steps * 1e3,
         tokens_per_step=timing.counters.accepted_len,
         first_token_ms=timing.first_token_seconds * 1e3,
-        host_us_per_step=(loop.plan_seconds - planned) / num_steps * 1e6,
-        **profile(llm, asked),
+        **look_into(llm, asked),
     )
 
 
-def profile(llm: LLM, asked: list[list[int]]) -> dict[str, Any]:
-    """Look into steady decode steps."""
-    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+def look_into(llm: LLM, asked: list[list[int]]) -> dict[str, Any]:
+    """Count and profile steady decode steps."""
+    params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
     engine = llm.engine
     for index, ids in enumerate(asked):
         engine.submit(f"profile-{index}", ids, params)
@@ -106,6 +106,11 @@ def profile(llm: LLM, asked: list[list[int]]) -> dict[str, Any]:
     while warm < 8 or engine.scheduler.num_waiting:
         engine.step()
         warm += 1
+    loop = engine.loop_counters
+    steps, planned = loop.num_steps, loop.plan_seconds
+    for _ in range(20):
+        engine.step()
+    host = (loop.plan_seconds - planned) / (loop.num_steps - steps)
     with count_calls() as counts:
         for _ in range(PROFILED_STEPS):
             engine.step()
@@ -114,37 +119,68 @@ def profile(llm: LLM, asked: list[list[int]]) -> dict[str, Any]:
         engine.abort(f"profile-{index}")
     while engine.has_work:
         engine.step()
+    # what ends the profile is ours
+    counts.blocking["cudaDeviceSynchronize"] -= 1
+    blocking = +counts.blocking
+    if blocking:
+        print(f"blocking calls: {dict(blocking)}")
     by_class: Counter[str] = Counter()
     for name, start, end in counts.kernels:
-        by_class[kernel_class(name)] += (end - start) / 1e3 / PROFILED_STEPS
-    spans = sorted((start, end) for _, start, end in counts.kernels)
-    busy, last = 0.0, spans[0][0]
-    for start, end in spans:
-        busy += max(0.0, end - max(start, last))
-        last = max(last, end)
+        if not name.startswith("Memcpy"):
+            by_class[kernel_class(name)] += (end - start) / 1e3 / PROFILED_STEPS
     return {
+        "host_us_per_step": host * 1e6,
         "graph_launches": counts.graph_launches / PROFILED_STEPS,
         "kernel_launches": counts.kernel_launches / PROFILED_STEPS,
-        # the synchronize above is ours
-        "blocking_calls": (sum(counts.blocking.values()) - 1) / PROFILED_STEPS,
-        "seam_share": 1 - busy / (last - spans[0][0]),
+        "blocking_calls": sum(blocking.values()) / PROFILED_STEPS,
+        **idle_shares(counts.kernels),
         "ms_by_class": {name: round(ms, 4) for name, ms in by_class.most_common()},
     }
 
 
+def idle_shares(kernels: list[tuple[str, float, float]]) -> dict[str, float]:
+    """Divide the time that no kernel ran: within steps, and between them.
+
+    A step begins where its inputs come up.
+    """
+    steps: list[list[tuple[float, float]]] = []
+    for name, start, end in sorted(kernels, key=lambda kernel: kernel[1]):
+        if "HtoD" in name:
+            steps.append([])
+        elif steps and not name.startswith("Memcpy"):
+            steps[-1].append((start, end))
+    steps = [step for step in steps if step]
+    if len(steps) < 2:
+        return {"seam_share": 0.0, "gap_share": 0.0}
+    between = within = 0.0
+    for step, following in pairwise(steps):
+        last = step[0][0]
+        for start, end in step:
+            within += max(0.0, start - last)
+            last = max(last, end)
+        between += max(0.0, following[0][0] - last)
+    whole = steps[-1][0][0] - steps[0][0][0]
+    return {"seam_share": between / whole, "gap_share": within / whole}
+
+
 def kernel_class(name: str) -> str:
     """Class of a kernel by its name."""
-    lowered = name.lower()
     for found, patterns in CLASSES:
-        if any(pattern in lowered for pattern in patterns):
+        if name.startswith(patterns) or (found == "projections" and _holds(name, patterns)):
             return found
     return "small kernels"
+
+
+def _holds(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(pattern in name for pattern in patterns)
 
 
 def prefill(llm: LLM, vocab_size: int) -> list[dict[str, float]]:
     """Time to first token of one prompt, by its length."""
     found = []
     for length in (512, 2048, 8192):
+        if length + 2 > llm.engine.config.max_model_len:
+            continue
         times = []
         for seed in range(4):
             (ids,) = prompts(1, length, vocab_size, seed)
@@ -181,7 +217,7 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
                     print_figures(found)
                 if num_drafts == 0 or asked.steps == str(num_drafts):
                     prefills += prefill(llm, vocab_size)
-                    for row in prefills[-3:]:
+                    for row in prefills:
                         print("prefill", {k: round(v, 2) for k, v in row.items()}, flush=True)
                 llm.close()
                 del llm
@@ -197,7 +233,7 @@ def print_figures(found: Figures) -> None:
         f"x{found.tokens_per_step:.2f} TTFT {found.first_token_ms:.0f} ms, host "
         f"{found.host_us_per_step:.0f} us, graphs {found.graph_launches:.1f}, launches "
         f"{found.kernel_launches:.1f}, blocking {found.blocking_calls:.1f}, seams "
-        f"{found.seam_share:.1%}"
+        f"{found.seam_share:.1%}, gaps {found.gap_share:.1%}"
     )
     print("       " + ", ".join(f"{k} {v:.3f}" for k, v in found.ms_by_class.items()), flush=True)
 

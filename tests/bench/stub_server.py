@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,8 @@ class Stub:
     bodies: list[Any] = field(default_factory=list)
     """Of posts, in the order of their arrival."""
     keys: list[str | None] = field(default_factory=list)
+    moments: list[list[float]] = field(default_factory=list)
+    """For each post when it had arrived, and when each part was sent."""
     most_at_once: int = 0
 
     @property
@@ -105,7 +108,8 @@ async def stub_server(script: Callable[[Body], Reply]) -> AsyncIterator[Stub]:
                 active += 1
                 stub.most_at_once = max(stub.most_at_once, active)
                 try:
-                    await _answer(writer, script(stub.bodies[-1]))
+                    stub.moments.append([time.perf_counter()])
+                    await _answer(writer, script(stub.bodies[-1]), stub.moments[-1])
                 finally:
                     active -= 1
         except (ConnectionError, asyncio.IncompleteReadError):
@@ -136,13 +140,14 @@ def _send_json(writer: asyncio.StreamWriter, value: object) -> None:
     writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(data) + data)
 
 
-async def _answer(writer: asyncio.StreamWriter, reply: Reply) -> None:
+async def _answer(writer: asyncio.StreamWriter, reply: Reply, moments: list[float]) -> None:
     writer.write(
         b"HTTP/1.1 %d Scripted\r\ncontent-type: text/event-stream\r\n"
         b"transfer-encoding: chunked\r\n\r\n" % reply.status
     )
     for part in reply.parts:
         await asyncio.sleep(part.pause)
+        moments.append(time.perf_counter())
         writer.write(b"%x\r\n%s\r\n" % (len(part.data), part.data))
         await writer.drain()
     if reply.is_cut:

@@ -73,29 +73,36 @@ def send(
     script: Callable[[Body], Reply], kind: Kind = "chat", timeout: float = 30.0, tokens: int = 4
 ) -> Record:
     """Send one request to a scripted server."""
+    return send_and_watch(script, kind, timeout, tokens)[0]
 
-    async def run() -> Record:
+
+def send_and_watch(
+    script: Callable[[Body], Reply], kind: Kind, timeout: float, tokens: int
+) -> tuple[Record, list[float]]:
+    """Send one request; return the client's record and the server's moments."""
+
+    async def run() -> tuple[Record, list[float]]:
         async with stub_server(script) as stub:
             endpoint = Endpoint(stub.url, kind, "m", timeout=timeout)
             async with Client(endpoint) as client:
                 record = Record(job=0, turn=0, due=0.0)
                 await client.send(record, "one two", tokens, {})
-        return record
+        return record, stub.moments[0]
 
     return asyncio.run(run())
 
 
 def test_times_are_those_of_the_script() -> None:
-    record = send(steady(0.3, 0.1), tokens=5)
+    record, (arrival, *sent) = send_and_watch(steady(0.3, 0.1), "chat", 30.0, tokens=5)
     assert record.failure is None
-    # late by what two processes of this machine may take from each other, never early
-    assert record.ttft == pytest.approx(0.3, abs=0.08)
+    # pauses are lower bounds; a busy machine lengthens them for the server and its client alike
     assert record.ttft >= 0.3
-    assert len(record.itls) == 4
-    assert sum(record.itls) == pytest.approx(0.4, abs=0.08)
-    assert all(itl == pytest.approx(0.1, abs=0.06) for itl in record.itls)
-    assert record.e2e == pytest.approx(0.7, abs=0.1)
-    assert record.tpot == pytest.approx(0.1, abs=0.03)
+    assert record.ttft == pytest.approx(sent[0] - arrival, abs=0.05)
+    gaps = [after - before for before, after in itertools.pairwise(sent[:5])]
+    assert min(gaps) >= 0.099
+    assert record.itls == pytest.approx(gaps, abs=0.03)
+    assert record.e2e == pytest.approx(sent[-1] - arrival, abs=0.05)
+    assert record.tpot == pytest.approx(sum(gaps) / 4, abs=0.02)
     assert record.text == "t0 t1 t2 t3 t4 "
     assert (record.prompt_tokens, record.completion_tokens, record.cached_tokens) == (9, 5, 2)
 

@@ -81,14 +81,14 @@ def test_arrivals_reproduce() -> None:
 
 
 def test_open_loop_does_not_wait_for_replies() -> None:
-    found, stub = run(steady(0.6, 0.0), singles(12), Load(rate=40.0, seed=5))
+    found, stub = run(steady(1.0, 0.0), singles(12), Load(rate=40.0, seed=5))
     due = arrival_times(12, 40.0, seed=5)
     starts = {record.job: record.start for record in found.records}
-    assert due[-1] < 0.6
+    assert due[-1] < 0.5
     assert stub.most_at_once == 12
-    for job, moment in enumerate(due):
-        # timers may round by a clock tick, and a busy machine comes late
-        assert -0.002 < starts[job] - moment < 0.2
+    # timers may round by a clock tick
+    assert all(starts[job] > moment - 0.002 for job, moment in enumerate(due))
+    assert statistics.median(record.lag for record in found.records) < 0.1
     assert [record.lag for record in found.records] == [
         pytest.approx(record.start - due[record.job]) for record in found.records
     ]
@@ -101,7 +101,7 @@ def test_closed_loop_keeps_its_number() -> None:
     assert sorted(record.job for record in found.records) == list(range(11))
     # 11 requests by 3 are 4 rounds
     assert found.seconds >= 4 * 0.05
-    assert statistics.median(record.lag for record in found.records) < 0.02
+    assert statistics.median(record.lag for record in found.records) < 0.05
 
 
 def test_all_at_once() -> None:

@@ -21,7 +21,12 @@ from gapless.ops.linear_chunk import fla
 from gapless.runner.syncs import forbid_syncs
 from tests.ops.step_recurrence import same_bits
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    # torch warns while fla is imported
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
 DEVICE = torch.device("cuda")
 SHORT = (1, 2, 3, 63, 1)
