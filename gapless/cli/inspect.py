@@ -22,7 +22,7 @@ from gapless.config.resolve import (
     demand,
     resolve_footprint,
 )
-from gapless.core.architecture import AttentionSpec, MlpSpec, conv_ring_capacity, ring_capacity
+from gapless.core.architecture import MlpSpec, conv_ring_capacity, ring_capacity
 from gapless.core.footprint import human, num_active_parameters, num_mtp_parameters
 from gapless.errors import ConfigError
 from gapless.observe.logging import configure
@@ -219,12 +219,7 @@ def fit(footprint: Footprint, room: Room) -> Fit:
 
 
 def _model(hf: HfConfig, spec: Architecture) -> dict[str, Any]:
-    kinds = Counter(
-        "full attention"
-        if isinstance(layer.mixer, AttentionSpec)
-        else layer.mixer.recurrence.value.replace("_", " ")
-        for layer in spec.layers
-    )
+    kinds = Counter(layer.mixer.kind for layer in spec.layers)
     return {
         "config": str(hf.path),
         "model_type": hf.model_type,

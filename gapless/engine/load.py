@@ -156,7 +156,7 @@ def _fill(
     targets = model.targets(names)
     if mtp is not None:
         targets |= mtp.targets(names)
-        rules = [rule for rule in rules if rule != MTP_RULE]
+        rules = [rule for rule in rules if rule.reason != MTP_RULE.reason]
     if weights is None:
         logger.warning("weights are made up (load_format=dummy): the text means nothing")
         dummy_weights(targets, seed)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from gapless.core.plan import PrefillSegment, StepPlan, StepResult
+from gapless.runner.compiles import CompileCounter
 from gapless.runner.decode import DecodeRunner
 from gapless.runner.host_tier import HostTier
 from gapless.runner.inputs import Download, Ticket
@@ -90,6 +91,7 @@ class Runner:
 
     def __init__(self, device: Device, config: Config) -> None:
         self.device = device
+        self.compiles = CompileCounter()
         self._window = config.max_window
         rows = config.max_running_requests
         segments = min(config.chunked_prefill_size, rows)

@@ -34,6 +34,7 @@ def warm_up(runner: Runner, config: Config) -> None:
     torch.cuda.synchronize()
     compiled = time.perf_counter()
     runner.capture()
+    runner.compiles.start()
     logger.info(
         "ready: kernels in %.1f s, graphs in %.1f s and %.2f GiB",
         compiled - started,

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from gapless.server.options import ServerOptions
 
 BACKLOG = 2048
+# idle connections are kept longer than most proxies and clients keep theirs, so that it is not the
+# server that closes one while a request is on its way
+KEEP_ALIVE_S = 75
 # between two looks at the event loop's lateness
 LAG_INTERVAL_S = 0.1
 # how long answers may take to leave once their work has ended
@@ -180,6 +183,7 @@ class _HttpServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=round(FAREWELL_S),
             )
         )

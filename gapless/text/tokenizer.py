@@ -82,7 +82,9 @@ class Tokenizer:
                 f"the text has the lone surrogate {text[error.start]!r} at index {error.start}; "
                 "want text that can be encoded as UTF-8; remove or replace it"
             ) from error
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # the call for batches lets other threads run, the one for a single text does not
+        (found,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = found.ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:

@@ -109,15 +109,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     process.close()
 
 
-@pytest.fixture
-def http(server: ServerProcess) -> Iterator[httpx2.Client]:
-    """Plain HTTP to the shared server; afterwards it holds nothing of the test's."""
+@pytest.fixture(scope="session")
+def plain_client(server: ServerProcess) -> Iterator[httpx2.Client]:
+    """One client for all tests, since making one takes longer than most of them."""
     with httpx2.Client(base_url=server.url, timeout=PATIENCE_S) as client:
         yield client
-        wait_until(lambda: is_at_rest(client))
 
 
 @pytest.fixture
+def http(plain_client: httpx2.Client) -> Iterator[httpx2.Client]:
+    """Plain HTTP to the shared server; afterwards it holds nothing of the test's."""
+    yield plain_client
+    wait_until(lambda: is_at_rest(plain_client))
+
+
+@pytest.fixture(scope="session")
 def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
     """The official client."""
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client:

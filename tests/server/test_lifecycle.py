@@ -60,7 +60,7 @@ def test_a_signal_lets_running_requests_finish(start: Start) -> None:
     server = start(*flags(SMALL))
     server.line("ready")
     with httpx2.Client(base_url=server.url, timeout=PATIENCE_S) as http:
-        running = [Asking(server, max_tokens=400), Asking(server, max_tokens=400, stream=True)]
+        running = [Asking(server, max_tokens=250), Asking(server, max_tokens=250, stream=True)]
         wait_until(lambda: stats(http)["num_running"] == 2)
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: http.get("/ready").status_code == 503)
@@ -72,7 +72,7 @@ def test_a_signal_lets_running_requests_finish(start: Start) -> None:
     for thread in running:
         thread.join()
     assert [thread.status for thread in running] == [200, 200]
-    assert '"completion_tokens":400' in running[0].text
+    assert '"completion_tokens":250' in running[0].text
     assert running[1].text.endswith("data: [DONE]\n\n")
     assert '"finish_reason":"length"' in running[1].text
     assert server.wait() == 0
@@ -83,7 +83,7 @@ def test_an_impatient_end(start: Start, how: str) -> None:
     server = start(*flags(SMALL), "--drain-seconds", "0.5" if how == "time" else "600")
     server.line("ready")
     with httpx2.Client(base_url=server.url, timeout=PATIENCE_S) as http:
-        running = [Asking(server, max_tokens=4000), Asking(server, max_tokens=4000, stream=True)]
+        running = [Asking(server, max_tokens=2500), Asking(server, max_tokens=2500, stream=True)]
         wait_until(lambda: stats(http)["num_running"] == 2)
         engine = http.get("/server_info").json()["engine_pid"]
         server.process.send_signal(signal.SIGINT)
@@ -107,9 +107,9 @@ def test_the_engine_s_death_is_told_to_all_who_wait(start: Start) -> None:
     with httpx2.Client(base_url=server.url, timeout=PATIENCE_S) as http:
         engine = http.get("/server_info").json()["engine_pid"]
         running = [
-            Asking(server, max_tokens=4000),
-            Asking(server, max_tokens=4000, stream=True),
-            Asking(server, max_tokens=4000),
+            Asking(server, max_tokens=2500),
+            Asking(server, max_tokens=2500, stream=True),
+            Asking(server, max_tokens=2500),
         ]
         wait_until(lambda: stats(http)["num_running"] + stats(http)["num_waiting"] == 3)
         os.kill(engine, signal.SIGKILL)

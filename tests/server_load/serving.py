@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _START_SECONDS = 90.0
+_SETTLE_SECONDS = 0.3
 
 
 class Server:
@@ -41,17 +42,28 @@ class Server:
         found = re.findall(rf"^{re.escape(name)}(?:{{(.*?)}})? (\S+)$", text, re.MULTILINE)
         return [(dict(re.findall(r'(\w+)="(.*?)"', own)), float(value)) for own, value in found]
 
-    def num_descriptors(self) -> dict[str, int]:
-        """Open file descriptors of both processes."""
-        pids = {"http": self.pid, "engine": self.info()["engine_pid"]}
-        return {name: len(os.listdir(f"/proc/{pid}/fd")) for name, pid in pids.items()}
-
-    def held(self) -> dict[str, int]:
-        """What requests and the prefix cache hold, after the cache has been told to forget."""
+    def holdings(self) -> dict[str, int]:
+        """What requests and the prefix cache hold once the cache has forgotten, and what both
+        processes have open."""
         self.http.post("/flush_cache").raise_for_status()
-        stats = self.info()["stats"]
+        info = self.info()
+        stats, pids = info["stats"], {"http": self.pid, "engine": info["engine_pid"]}
         names = ("num_running", "num_waiting", "num_free_pages", "num_free_rows")
-        return {name: stats[name] for name in names}
+        files = {f"{name} files": len(os.listdir(f"/proc/{pid}/fd")) for name, pid in pids.items()}
+        return {**{name: stats[name] for name in names}, **files, "tasks": info["num_tasks"]}
+
+    def settled_holdings(self) -> dict[str, int]:
+        """Holdings that do not change any more: the last connections close after their answers,
+        and the engine tells its numbers some times per second."""
+        found = [self.holdings()]
+
+        def is_settled() -> bool:
+            time.sleep(_SETTLE_SECONDS)
+            found.append(self.holdings())
+            return found[-1] == found[-2]
+
+        until(is_settled, 10.0)
+        return found[-1]
 
     def wait_until_idle(self, seconds: float) -> float:
         """Return how long it took until nothing ran, waited or was being answered."""

@@ -307,7 +307,7 @@ def _fold(checkpoint: Tensor, past: _Past, mask: Tensor, out_rows: Tensor) -> No
     total = g.sum(2, keepdim=True)  # [B, HV, 1, Kd]
     weight = (total - g.cumsum(2)).masked_fill_(outside, NEG_INF).exp_()
     weight = weight.reshape(batch, key_heads, -1, num_ring, weight.shape[3])
-    keys = (past.keys[:, :, None] * weight).view(batch * value_heads, num_ring, key_dim)
+    keys = (past.keys[:, :, None] * weight).reshape(batch * value_heads, num_ring, key_dim)
     past.state.mul_(total.exp_())
     past.state.flatten(0, 1).baddbmm_(past.d.flatten(0, 1).transpose(1, 2), keys)
     checkpoint.index_copy_(0, out_rows, past.state.to(checkpoint.dtype))
