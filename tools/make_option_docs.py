@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 
 # what the package itself reads from the environment: name to meaning
-OWN_VARIABLES: dict[str, str] = {}
+OWN_VARIABLES: dict[str, str] = {
+    "GAPLESS_API_KEY": "key that `gapless serve` asks for, and that `gapless bench serve` sends",
+}
 # what its libraries read, of use here
 LIBRARY_VARIABLES = {
     "HF_HOME": "huggingface_hub: where downloaded checkpoints are kept",
@@ -59,7 +61,10 @@ def render() -> str:
     """Return the whole page."""
     own = "gapless reads none of its own."
     if OWN_VARIABLES:
-        own = _table(("variable", "meaning"), list(OWN_VARIABLES.items()))
+        own = _table(
+            ("variable", "meaning"),
+            [(f"`{name}`", meaning) for name, meaning in OWN_VARIABLES.items()],
+        )
     library = [(f"`{name}`", meaning) for name, meaning in LIBRARY_VARIABLES.items()]
     parts = [HEAD]
     for intro, options in ((ENGINE, EngineOptions), (SAMPLING, SamplingParams)):

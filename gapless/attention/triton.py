@@ -1,4 +1,4 @@
-"""Full attention with Triton kernels, planned without a word from the device."""
+"""Full and latent attention with Triton kernels, planned without a word from the device."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gapless.ops.mla import triton as mla
 from gapless.ops.paged_attention.triton import (
     paged_prefill_attention,
     paged_window_attention,
@@ -45,6 +46,20 @@ class _Window:
             first=self.first,
         )
 
+    def run_latent(self, q: Tensor, pool: Tensor, scale: float, *, value_dim: int) -> Tensor:
+        return mla.paged_window_latent_attention(
+            q,
+            pool,
+            self.slots,
+            self.positions,
+            self.page_table,
+            scale,
+            value_dim=value_dim,
+            page_size=self.page_size,
+            kv_len=self.kv_len,
+            first=self.first,
+        )
+
 
 @dataclass(frozen=True)
 class _Prefill:
@@ -55,12 +70,23 @@ class _Prefill:
     def run(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
         group = q.shape[1] // kv.shape[2]
         num_tokens = prefill_tiling(group, q.shape[2], q.dtype).block_m // group
-        # the first layer of a shape sends the tiles up for all
+        tiles = self._tiles_of(num_tokens, q.device)
+        return paged_prefill_attention(q, kv, self.kv_read, tiles, scale)
+
+    def run_latent(self, q: Tensor, pool: Tensor, scale: float, *, value_dim: int) -> Tensor:
+        num_tokens = mla.tokens_per_tile(q.shape[1], mla.prefill_tiling(q.dtype).block_m)
+        tiles = self._tiles_of(num_tokens, q.device)
+        return mla.paged_prefill_latent_attention(
+            q, pool, self.kv_read, tiles, scale, value_dim=value_dim
+        )
+
+    def _tiles_of(self, num_tokens: int, device: torch.device) -> Tensor:
+        """The first layer of a shape sends the tiles up for all."""
         tiles = self._tiles.get(num_tokens)
         if tiles is None:
-            tiles = _upload(prefill_tiles(self.segments, num_tokens), q.device)
+            tiles = _upload(prefill_tiles(self.segments, num_tokens), device)
             self._tiles[num_tokens] = tiles
-        return paged_prefill_attention(q, kv, self.kv_read, tiles, scale)
+        return tiles
 
 
 class TritonAttention:

@@ -6,27 +6,19 @@ import asyncio
 import json
 import math
 import os
-import platform
-import shlex
-import sys
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import gapless
-from gapless.cli.report import check_output, table, to_json
+from gapless.cli.report import check_output, table, write_json, write_text
 from gapless.errors import ConfigError, RequestError
 from gapless.observe.logging import configure
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from gapless.bench.serve_load import Run
     from gapless.bench.serve_report import Summary
     from gapless.bench.serve_workloads import Job, Span, Words
 
-KEY_VARIABLE = "GAPLESS_API_KEY"
 _NUM_REQUESTS = 100
 
 
@@ -158,7 +150,7 @@ class BenchServe:
         from gapless.bench.serve_load import Load, measure_words, run_load
         from gapless.bench.serve_workloads import Words, random_jobs
 
-        key = self.api_key or os.environ.get(KEY_VARIABLE)
+        key = self.api_key or os.environ.get("GAPLESS_API_KEY")
         model = self.model or await first_model(self.base_url, key)
         endpoint = Endpoint(
             self.base_url, self.endpoint, model, key, self.timeout, self._extra_fields()
@@ -222,26 +214,20 @@ class BenchServe:
         from gapless.bench.serve_plot import latency_svg
         from gapless.bench.serve_report import records_json
 
-        texts = {}
         if self.output is not None:
             hidden = ("api_key", "output", "plot", "log_level")
             settings = {k: _plain(v) for k, v in asdict(self).items() if k not in hidden}
-            texts[self.output] = to_json(
-                {
-                    **_circumstances(),
-                    "benchmark": {**settings, "model": model},
-                    "server": server,
-                    "summary": summary.to_json(),
-                    "requests": records_json(found.records),
-                }
-            )
+            results = {
+                "benchmark": {**settings, "model": model},
+                "server": server,
+                "summary": summary.to_json(),
+                "requests": records_json(found.records),
+            }
+            write_json(self.output, results, None)
         if self.plot is not None:
-            texts[self.plot] = latency_svg(found.records, f"{model}: {self._load_text()}")
-        for file, text in texts.items():
-            try:
-                file.write_text(text, encoding="utf-8")
-            except OSError as error:
-                raise ConfigError(f"{str(file)!r} cannot be written: {error}") from error
+            write_text(
+                self.plot, latency_svg(found.records, f"{model}: {self._load_text()}"), "plot"
+            )
 
 
 def _plain(value: object) -> object:
@@ -249,25 +235,3 @@ def _plain(value: object) -> object:
     if isinstance(value, Path):
         return str(value)
     return None if value == math.inf else value
-
-
-def _circumstances() -> dict[str, object]:
-    """Command line without the key, versions, date and machine of the client."""
-    return {
-        "command": shlex.join(["gapless", *_without_key(sys.argv[1:])]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {"gapless": gapless.__version__, "python": platform.python_version()},
-        "cpu": platform.processor() or platform.machine(),
-    }
-
-
-def _without_key(argv: Sequence[str]) -> list[str]:
-    hidden = list(argv)
-    for i, word in enumerate(argv):
-        name, equals, _ = word.partition("=")
-        if name in ("--api-key", "--api_key"):
-            if equals:
-                hidden[i] = f"{name}=..."
-            elif i + 1 < len(argv):
-                hidden[i + 1] = "..."
-    return hidden

@@ -219,13 +219,14 @@ def fit(footprint: Footprint, room: Room) -> Fit:
 
 
 def _model(hf: HfConfig, spec: Architecture) -> dict[str, Any]:
-    kinds = Counter(layer.mixer.kind for layer in spec.layers)
+    kinds = Counter(layer.mixer.kind for layer in spec.layers if layer.mixer is not None)
+    blocks = Counter(_block_name(layer.mlp) for layer in spec.layers if layer.mlp is not None)
     return {
         "config": str(hf.path),
         "model_type": hf.model_type,
         "wrapper_type": hf.wrapper_type,
         "layers": dict(kinds),
-        "feed_forward": dict(Counter(_block_name(layer.mlp) for layer in spec.layers)),
+        "feed_forward": dict(blocks),
         "mtp_layers": spec.num_mtp_layers,
         "parameters": spec.num_parameters,
         "active_parameters": num_active_parameters(spec),

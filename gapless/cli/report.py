@@ -46,17 +46,26 @@ def check_output(file: Path | None) -> None:
         )
 
 
-def write_json(file: Path, results: Mapping[str, object], config: Config) -> None:
-    """Write results after the circumstances they were made in.
+def write_json(file: Path, results: Mapping[str, object], config: Config | None) -> None:
+    """Write results after the circumstances they were made in; no config: no engine of its own.
 
     Raises:
         ConfigError: the file cannot be written.
     """
+    write_text(file, to_json({**circumstances(config), **results}), "output")
+
+
+def write_text(file: Path, text: str, option: str) -> None:
+    """Write the file that `option` names.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     try:
-        file.write_text(to_json({**circumstances(config), **results}), encoding="utf-8")
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"output={str(file)!r} cannot be written: {error}; name another"
+            f"{option}={str(file)!r} cannot be written: {error}; name another"
         ) from error
 
 
@@ -67,7 +76,7 @@ def to_json(value: Mapping[str, object]) -> str:
     return _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
 
 
-def circumstances(config: Config) -> dict[str, object]:
+def circumstances(config: Config | None) -> dict[str, object]:
     """Command line, versions, date, machine and the settings that the engine decided on."""
     versions = {"gapless": gapless.__version__, "python": platform.python_version()}
     for name in ("torch", "transformers"):
@@ -75,16 +84,33 @@ def circumstances(config: Config) -> dict[str, object]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "not installed"
-    return {
-        "command": shlex.join(["gapless", *sys.argv[1:]]),
+    found: dict[str, object] = {
+        "command": shlex.join(["gapless", *without_key(sys.argv[1:])]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions,
         "cpu": _cpu_model(),
-        "device": _device_model(config.device),
-        "dtype": config.dtype,
-        "num_threads": config.num_threads,
-        "config": asdict(config),
     }
+    if config is not None:
+        found |= {
+            "device": _device_model(config.device),
+            "dtype": config.dtype,
+            "num_threads": config.num_threads,
+            "config": asdict(config),
+        }
+    return found
+
+
+def without_key(argv: Sequence[str]) -> list[str]:
+    """Return a command line with the value of --api-key left out."""
+    hidden = list(argv)
+    for i, word in enumerate(argv):
+        name, equals, _ = word.partition("=")
+        if name in ("--api-key", "--api_key"):
+            if equals:
+                hidden[i] = f"{name}=..."
+            elif i + 1 < len(argv):
+                hidden[i + 1] = "..."
+    return hidden
 
 
 def _device_model(device: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from gapless.core.architecture import YarnSpec
 from gapless.errors import ModelError, UnsupportedModel
@@ -26,11 +26,15 @@ WRAPPER_TYPES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 # transformers fills in these shares of the head where a config gives none; all others rotate 1.0
 DEFAULT_ROTARY_FACTORS = {
+    "bamba": 0.5,
     "glm4_moe": 0.5,
     "qwen3_next": 0.25,
     "qwen3_5_text": 0.25,
     "qwen3_5_moe_text": 0.25,
 }
+
+# names that older configs have for layer types
+LAYER_TYPE_ALIASES = {"mamba": "linear_attention", "attention": "full_attention"}
 
 # mrope with equal position rows, which text has, is plain rotary embedding
 PLAIN_ROPE_TYPES = (None, "default", "mrope")
@@ -126,17 +130,38 @@ class HfConfig:
             raise _wrong(self.path, key, found, "a list of integers")
         return tuple(_integer(self.path, key, value, low=0) for value in found)
 
-    def number(self, key: str) -> float:
-        """Return the finite number at `key`.
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return the finite number at `key`; `default`, if given, where it is missing or null.
 
         Raises:
-            ModelError: it is missing, no number, infinite or NaN.
+            ModelError: it is no number, infinite or NaN, or missing without a default.
         """
+        if self.values.get(key) is None and default is not None:
+            return default
         return _number(self.path, key, self._required(key, "a number"))
 
     def optional_number(self, key: str) -> float | None:
         """Return the finite number at `key`, or None where it is missing or null."""
         return None if self.values.get(key) is None else self.number(key)
+
+    def numbers(self, key: str, default: tuple[float, ...]) -> tuple[float, ...]:
+        """Return the list of as many numbers as `default` has, or that where it is missing or null.
+
+        Numbers may be infinite.
+
+        Raises:
+            ModelError: it is no such list.
+        """
+        found = self.values.get(key)
+        if found is None:
+            return default
+        if (
+            not isinstance(found, list)
+            or len(found) != len(default)
+            or not all(_is_number(value) for value in found)
+        ):
+            raise _wrong(self.path, key, found, f"a list of {len(default)} numbers")
+        return tuple(float(value) for value in found)
 
     def string(self, key: str) -> str:
         """Return the string at `key`.
@@ -213,7 +238,8 @@ class HfConfig:
     def layer_types(self, known: Sequence[str]) -> tuple[str, ...]:
         """Return one type per layer, such as "linear_attention" or "full_attention".
 
-        Taken from `layer_types`, else from `full_attention_interval`, else all full attention.
+        Taken from `layer_types`, else `layers_block_type`, else from `full_attention_interval`,
+        else all full attention.
 
         Raises:
             ModelError: the list does not have `num_hidden_layers` strings.
@@ -247,7 +273,8 @@ class HfConfig:
 
     def _layer_types(self) -> tuple[str, ...]:
         num_layers = self.integer("num_hidden_layers", low=1)
-        named = self.values.get("layer_types")
+        key = "layer_types" if self.values.get("layer_types") is not None else "layers_block_type"
+        named = self.values.get(key)
         if named is not None:
             if (
                 not isinstance(named, list)
@@ -255,8 +282,9 @@ class HfConfig:
                 or not all(isinstance(name, str) for name in named)
             ):
                 wanted = f"a list of {num_layers} strings, as num_hidden_layers says"
-                raise _wrong(self.path, "layer_types", named, wanted)
-            return tuple(named)
+                raise _wrong(self.path, key, named, wanted)
+            names: list[str] = named
+            return tuple(LAYER_TYPE_ALIASES.get(name, name) for name in names)
         interval = self.optional_integer("full_attention_interval", low=1)
         if interval is not None:
             return tuple(
@@ -501,9 +529,13 @@ def _integer(path: Path, key: str, value: object, *, low: int) -> int:
 
 
 def _number(path: Path, key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if not _is_number(value) or not math.isfinite(value):
         raise _wrong(path, key, value, "a finite number")
     return float(value)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def _boolean(path: Path, key: str, value: object) -> bool:

@@ -9,6 +9,11 @@ from math import prod
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
+# inside the root of the norm of delta rules' queries and keys, fixed by the model families
+# whatever rms_norm_eps says
+L2NORM_EPS = 1e-6
+
+
 class Recurrence(Enum):
     """The three recurrences of the linear layers; formulas in `ops/linear_replay/reference.py`."""
 
@@ -59,6 +64,8 @@ class AttentionSpec:
     """Whether the projections of q, k and v have biases."""
     has_output_bias: bool = False
     yarn: YarnSpec | None = None
+    score_scale: float | None = None
+    """What scores are multiplied by before the softmax; None: head_dim ** -0.5."""
 
     @property
     def kind(self) -> str:
@@ -66,9 +73,16 @@ class AttentionSpec:
         return "full attention"
 
     @property
-    def rotary(self) -> RotarySpec:
-        """How queries and keys are rotated."""
+    def rotary(self) -> RotarySpec | None:
+        """How queries and keys are rotated; None: not at all."""
+        if not self.rotary_dim:
+            return None
         return RotarySpec(self.rotary_dim, self.rope_theta, self.yarn)
+
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied by before the softmax."""
+        return self.head_dim**-0.5 if self.score_scale is None else self.score_scale
 
     @property
     def entry_shape(self) -> tuple[int, ...]:
@@ -177,6 +191,11 @@ class LinearSpec:
         """Decays per value head: 1, or one per key channel."""
         return self.key_dim if self.recurrence is Recurrence.KIMI_DELTA else 1
 
+    @property
+    def l2norm_eps(self) -> float | None:
+        """Inside the root of the norm of queries and keys; None: they are not normalised."""
+        return None if self.recurrence is Recurrence.MAMBA2 else L2NORM_EPS
+
     def num_parameters(self, hidden_size: int) -> int:
         """Weights of the mixer."""
         value_size = self.num_value_heads * self.value_dim
@@ -223,6 +242,98 @@ class KdaSpec(LinearSpec):
         return self.num_value_heads * (1 + self.key_dim) + self.value_dim
 
 
+class GateOrder(Enum):
+    """How a Mamba-2 layer's output meets its gate `silu(z)` and its norm."""
+
+    GATE_ALONE = "gate_alone"  # there is no norm
+    GATE_FIRST = "gate_first"
+    NORM_FIRST = "norm_first"
+
+
+@dataclass(frozen=True)
+class SsmSpec(LinearSpec):
+    """Mamba-2: key heads are the groups that share B (keys) and C (queries), value heads have x.
+
+    Of the norm a group's channels are one row.
+    """
+
+    gate_order: GateOrder = field(kw_only=True)
+    has_conv_bias: bool = field(kw_only=True)
+    has_bias: bool = field(kw_only=True)
+    """Whether the input projection has a bias."""
+    has_output_bias: bool = field(kw_only=True)
+    time_step_limit: tuple[float, float] = (0.0, float("inf"))
+    """Bounds of the discretised time step."""
+
+    @property
+    def kind(self) -> str:
+        """What people call the layer."""
+        return "Mamba-2"
+
+    @property
+    def inner_size(self) -> int:
+        """Channels of x, of its gate and of the norm."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the input projection: z, then x, B and C, then the time steps."""
+        return self.inner_size + self.conv_channels + self.num_value_heads
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Weights of the mixer."""
+        matrices = (self.num_rows + self.inner_size) * hidden_size
+        convolution = self.conv_channels * (self.conv_width + self.has_conv_bias)
+        biases = self.num_rows * self.has_bias + hidden_size * self.has_output_bias
+        return matrices + convolution + biases + self.num_acc_parameters
+
+    @property
+    def num_acc_parameters(self) -> int:
+        """Those of them that are kept in the accumulation type: decays, D, time-step biases, the
+        norm."""
+        norm = 0 if self.gate_order is GateOrder.GATE_ALONE else self.inner_size
+        return 3 * self.num_value_heads + norm
+
+
+@dataclass(frozen=True)
+class ShortConvSpec(LinearSpec):
+    """A gated short convolution: what it keeps of the past is a convolution's inputs alone, so it
+    is a recurrence without heads."""
+
+    num_channels: int = field(kw_only=True)
+    has_bias: bool = field(kw_only=True)
+    """Whether convolution and projections have biases."""
+
+    @classmethod
+    def of(cls, num_channels: int, conv_width: int, *, has_bias: bool) -> ShortConvSpec:
+        """Describe the convolution of `num_channels`."""
+        return cls(
+            recurrence=Recurrence.MAMBA2, num_key_heads=0, num_value_heads=0, key_dim=1,
+            value_dim=1, conv_width=conv_width, num_channels=num_channels, has_bias=has_bias,
+        )  # fmt: skip
+
+    @property
+    def kind(self) -> str:
+        """What people call the layer."""
+        return "short convolution"
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels under the convolution."""
+        return self.num_channels
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Weights of the mixer."""
+        matrices = 4 * self.num_channels * hidden_size
+        biases = (4 * self.num_channels + hidden_size) * self.has_bias
+        return matrices + self.num_channels * self.conv_width + biases
+
+    @property
+    def num_acc_parameters(self) -> int:
+        """Those of them that are kept in the accumulation type."""
+        return 0
+
+
 @dataclass(frozen=True)
 class MlpSpec:
     """A gated feed-forward block (SwiGLU)."""
@@ -240,6 +351,15 @@ class MlpSpec:
 
 
 @dataclass(frozen=True)
+class SquaredReluSpec(MlpSpec):
+    """A feed-forward block without a gate, `down(relu(up(x)) ** 2)`."""
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Weights of the block."""
+        return 2 * hidden_size * self.intermediate_size
+
+
+@dataclass(frozen=True)
 class MoeSpec:
     """A sparse mixture of gated feed-forward blocks, with or without a shared one beside it."""
 
@@ -250,6 +370,10 @@ class MoeSpec:
     """Intermediate size of the shared block, whose output a gate scales; 0: there is none."""
     renormalises: bool
     """Whether the chosen experts' weights are divided by their sum."""
+
+    def expert_parameters(self, hidden_size: int) -> int:
+        """Weights of one expert."""
+        return 3 * self.intermediate_size * hidden_size
 
     def num_parameters(self, hidden_size: int) -> int:
         """Weights of all experts, router and shared block."""
@@ -279,6 +403,8 @@ class GroupedMoeSpec(MoeSpec):
     num_active_groups: int
     scale: float
     """What the chosen experts' weights are multiplied by in the end."""
+    sum_eps: float = 1e-20
+    """Beside the sum that weights are divided by."""
 
     def num_parameters(self, hidden_size: int) -> int:
         """Weights of all experts, router and shared block."""
@@ -291,27 +417,95 @@ class GroupedMoeSpec(MoeSpec):
         return self.num_experts if self.scoring is Scoring.BIASED_SIGMOID else 0
 
 
+@dataclass(frozen=True)
+class SquaredReluMoeSpec(GroupedMoeSpec):
+    """The same with experts and a shared block that are `SquaredReluSpec`s."""
+
+    latent_size: int = 0
+    """Size that the experts' inputs are projected to, and their sum back from; 0: it is not."""
+
+    def expert_parameters(self, hidden_size: int) -> int:
+        """Weights of one expert."""
+        return 2 * self.intermediate_size * (self.latent_size or hidden_size)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Weights of all experts, router, projections and shared block."""
+        experts = self.num_experts * self.expert_parameters(hidden_size)
+        rows = self.num_experts + 2 * self.shared_size + 2 * self.latent_size
+        return experts + rows * hidden_size + self.num_acc_parameters
+
+
+@dataclass(frozen=True)
+class ParallelSpec:
+    """Mamba-2 and attention side by side: both read a layer's input, and their outputs are
+    added."""
+
+    ssm: SsmSpec
+    attention: AttentionSpec
+
+    @property
+    def kind(self) -> str:
+        """What people call the layer."""
+        return f"{self.ssm.kind} beside {self.attention.kind}"
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Weights of both."""
+        return self.ssm.num_parameters(hidden_size) + self.attention.num_parameters(hidden_size)
+
+    @property
+    def num_acc_parameters(self) -> int:
+        """Those of them that are kept in the accumulation type."""
+        return self.ssm.num_acc_parameters + self.attention.num_acc_parameters
+
+
 PagedSpec = AttentionSpec | LatentSpec
 """A mixer that attends over pages."""
-MixerSpec = PagedSpec | LinearSpec
+MixerSpec = PagedSpec | LinearSpec | ParallelSpec
 BlockSpec = MlpSpec | MoeSpec
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A pre-norm decoder layer: mixer, then feed-forward."""
+    """A pre-norm decoder layer: mixer, then feed-forward; families that number them apart have
+    layers with one of the two."""
 
-    mixer: MixerSpec
-    mlp: BlockSpec
+    mixer: MixerSpec | None
+    mlp: BlockSpec | None
+
+    @property
+    def memories(self) -> tuple[PagedSpec | LinearSpec, ...]:
+        """What of the layer remembers earlier tokens: each has its own memory, in this order."""
+        match self.mixer:
+            case None:
+                return ()
+            case ParallelSpec(ssm, attention):
+                return ssm, attention
+            case mixer:
+                return (mixer,)
 
     def num_parameters(self, hidden_size: int) -> int:
         """Weights of mixer, block and the norms before them."""
-        parts = self.mixer.num_parameters(hidden_size) + self.mlp.num_parameters(hidden_size)
-        return parts + 2 * hidden_size
+        return sum(part.num_parameters(hidden_size) + hidden_size for part in self._parts)
 
     def num_acc_parameters(self, hidden_size: int) -> int:
         """Those of them that are kept in the accumulation type."""
-        return self.mixer.num_acc_parameters + self.mlp.num_acc_parameters + 2 * hidden_size
+        return sum(part.num_acc_parameters + hidden_size for part in self._parts)
+
+    @property
+    def _parts(self) -> list[MixerSpec | BlockSpec]:
+        return [part for part in (self.mixer, self.mlp) if part is not None]
+
+
+@dataclass(frozen=True)
+class WeightScale:
+    """Factors of stored weights, which are multiplied in once, after loading."""
+
+    pattern: str
+    """Regular expression that the whole usual name matches, however the family spells it."""
+    factors: tuple[float, ...]
+    """One factor, or one for each block of rows."""
+    rows: tuple[int, ...] = ()
+    """Rows of each block, where there are several."""
 
 
 class MtpNames(Enum):
@@ -319,6 +513,7 @@ class MtpNames(Enum):
 
     SEPARATE = "mtp.*"  # beside the model; Qwen
     NEXT_LAYER = "model.layers.N.*"  # as one more layer after the last; DeepSeek, GLM
+    PARTS = "mtp.layers.N.*"  # beside the model, its mixer and its block numbered apart; Nemotron-H
 
 
 @dataclass(frozen=True)
@@ -335,16 +530,28 @@ class Architecture:
     """Tokens of context the model was trained for."""
     num_mtp_layers: int = 0
     mtp_names: MtpNames = MtpNames.SEPARATE
+    own_mtp_layer: LayerSpec | None = None
+    """The MTP layer, where it is not like the model's last that attends over pages."""
+    embedding_scale: float = 1.0
+    """What embeddings are multiplied by."""
+    logit_scale: float = 1.0
+    """What logits are multiplied by."""
+    weight_scales: tuple[WeightScale, ...] = ()
 
     @property
     def attention_layers(self) -> tuple[PagedSpec, ...]:
-        """Specs of the layers that attend over pages, in order."""
-        return tuple(s.mixer for s in self.layers if isinstance(s.mixer, PagedSpec))
+        """What attends over pages, in order."""
+        return tuple(m for s in self.layers for m in s.memories if isinstance(m, PagedSpec))
 
     @property
     def linear_layers(self) -> tuple[LinearSpec, ...]:
-        """Specs of the linear-attention layers, in order."""
-        return tuple(s.mixer for s in self.layers if isinstance(s.mixer, LinearSpec))
+        """What has a linear layer's memory, in order."""
+        return tuple(m for s in self.layers for m in s.memories if isinstance(m, LinearSpec))
+
+    @property
+    def conv_width(self) -> int:
+        """Taps of the widest convolution; rings and tails of all are made for it."""
+        return max((spec.conv_width for spec in self.linear_layers), default=1)
 
     @property
     def num_parameters(self) -> int:
@@ -364,10 +571,8 @@ class Architecture:
     def ring_bytes_per_slot(self, dtype: str, replay_len: int, max_window: int) -> int:
         """Bytes of one slot's rings in all linear layers."""
         ring_len = ring_capacity(replay_len, max_window)
-        return sum(
-            spec.ring_bytes(dtype, ring_len, conv_ring_capacity(spec.conv_width, max_window))
-            for spec in self.linear_layers
-        )
+        conv_ring_len = conv_ring_capacity(self.conv_width, max_window)
+        return sum(spec.ring_bytes(dtype, ring_len, conv_ring_len) for spec in self.linear_layers)
 
 
 def ring_capacity(replay_len: int, max_window: int) -> int:

@@ -82,8 +82,7 @@ class Footprint:
         """Bytes of keys and values of one token in the MTP layers that are in use."""
         if not self.has_mtp:
             return 0
-        mixer = mtp_layer(self.own).mixer
-        assert isinstance(mixer, PagedSpec), "an MTP layer attends"
+        mixer = mtp_mixer(self.own)
         return self.architecture.num_mtp_layers * mixer.kv_bytes_per_token(self.dtype)
 
     @property
@@ -99,8 +98,8 @@ class Footprint:
     @property
     def tail_bytes(self) -> int:
         """Bytes of the convolution tail in one row: the inputs that its next token's taps reach."""
-        layers = self.own.linear_layers
-        return sum(spec.ring_bytes(self.dtype, 0, spec.conv_width - 1) for spec in layers)
+        own = self.own
+        return sum(spec.ring_bytes(self.dtype, 0, own.conv_width - 1) for spec in own.linear_layers)
 
     @property
     def hidden_bytes(self) -> int:
@@ -164,18 +163,25 @@ def human(size: int) -> str:
 
 
 def mtp_layer(spec: Architecture) -> LayerSpec:
-    """The layer that MTP layers are built like: the model's last that attends over pages."""
+    """The layer that MTP layers are built like."""
+    if spec.own_mtp_layer is not None:
+        return spec.own_mtp_layer
     return next(layer for layer in reversed(spec.layers) if isinstance(layer.mixer, PagedSpec))
+
+
+def mtp_mixer(spec: Architecture) -> PagedSpec:
+    """What such a layer attends with."""
+    mixer = mtp_layer(spec).mixer
+    assert isinstance(mixer, PagedSpec), "an MTP layer attends"
+    return mixer
 
 
 def num_active_parameters(spec: Architecture) -> int:
     """Weights that one token uses: all but those of the experts that it is not routed to."""
-    idle = sum(
-        (layer.mlp.num_experts - layer.mlp.num_active) * 3 * layer.mlp.intermediate_size
-        for layer in spec.layers
-        if isinstance(layer.mlp, MoeSpec)
-    )
-    return spec.num_parameters - idle * spec.hidden_size
+    d = spec.hidden_size
+    blocks = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
+    idle = sum((b.num_experts - b.num_active) * b.expert_parameters(d) for b in blocks)
+    return spec.num_parameters - idle
 
 
 def num_mtp_parameters(spec: Architecture) -> int:

@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from gapless.engine import process, wire
-from gapless.errors import GaplessError, InternalError
+from gapless.errors import ConfigError, GaplessError, InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -115,7 +115,11 @@ class EngineClient:
     """Starts an engine process and talks to it."""
 
     def __init__(self, options: EngineOptions, log_level: str) -> None:
-        """Start it; `ready` says when it can serve."""
+        """Start it; `ready` says when it can serve.
+
+        Raises:
+            ConfigError: there is no place for its socket.
+        """
         # mkdtemp's directories are the owner's alone, and so is the socket in it
         self._directory = tempfile.TemporaryDirectory(prefix="gapless-")
         self._context = zmq.asyncio.Context()
@@ -123,7 +127,13 @@ class EngineClient:
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 0)
         address = f"ipc://{self._directory.name}/engine"
-        self._socket.bind(address)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"{address} cannot be a socket: {error}; set TMPDIR to a short path that can be "
+                "written"
+            ) from error
         self._calls = count()
         self._answers: dict[int, asyncio.Future[int]] = {}
         self._accepting: dict[int, UpdateStream] = {}
@@ -139,7 +149,9 @@ class EngineClient:
             target=process.serve, args=(options, address, log_level), name="gapless engine"
         )
         self._process.start()
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        receiving = asyncio.create_task(self._receive())
+        receiving.add_done_callback(self._on_deaf)
+        self._tasks = [receiving, asyncio.create_task(self._watch())]
 
     @property
     def pid(self) -> int:
@@ -246,6 +258,12 @@ class EngineClient:
                 case wire.Ended():
                     self._fault.set_result(news.fault)
 
+    def _on_deaf(self, receiving: asyncio.Task[None]) -> None:
+        """End the process if its news cannot be read: nobody must wait for what never comes."""
+        if not receiving.cancelled():
+            logger.error("the engine's news cannot be read", exc_info=receiving.exception())
+            self._process.kill()
+
     def _deliver(self, report: wire.Report) -> None:
         if report.stats is not None:
             self.stats = report.stats
@@ -253,8 +271,8 @@ class EngineClient:
             stream = self._accepting.pop(answer.call, None)
             if stream is not None:
                 stream._accept(answer.fault)
-            else:
-                self._answers.pop(answer.call).set_result(answer.value)
+            elif not (waiting := self._answers.pop(answer.call)).done():
+                waiting.set_result(answer.value)
         for update in report.updates:
             found = self._streams.get(update.request_id)
             if found is not None:

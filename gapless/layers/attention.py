@@ -59,6 +59,10 @@ class Attention:
         self, x: Tensor, rotary: Tensor, memory: LayerMemory, batch: AttentionBatch
     ) -> Tensor:
         """Attend `[T, D]` to `[T, D]`, writing this forward's keys and values into the pages."""
+        return self._communicator.all_reduce(self.term(x, rotary, memory, batch))
+
+    def term(self, x: Tensor, rotary: Tensor, memory: LayerMemory, batch: AttentionBatch) -> Tensor:
+        """Do the same up to this rank's term `[T, D]` of the output."""
         assert isinstance(memory, Tensor), "an attention layer's memory is a KV pool"
         spec = self._spec
         projected = self._in_proj(x)
@@ -72,10 +76,10 @@ class Attention:
             norm_weight=self._qk_norm if spec.has_qk_norm else None,
             eps=self._eps,
         )
-        out = batch.attention.run(q, memory, spec.head_dim**-0.5).flatten(1)
+        out = batch.attention.run(q, memory, spec.scale).flatten(1)
         if spec.has_output_gate:
             out = sigmoid_gate(out, gate)
-        return self._communicator.all_reduce(self._out_proj(out))
+        return self._out_proj(out)
 
     def targets(self, prefix: str) -> dict[str, Target]:
         """Checkpoint names and where they go."""

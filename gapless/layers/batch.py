@@ -50,11 +50,15 @@ class PrefillBatch(AttentionBatch):
 
 @dataclass(frozen=True)
 class LinearMemory:
-    """One linear layer's state: convolution inputs, checkpoints and replay ring."""
+    """One linear layer's state: convolution inputs, checkpoints and replay ring.
+
+    A short convolution has no heads, and so nothing in the latter two.
+    """
 
     conv_ring: Tensor  # [entries, C]: the slots' rings, a zero entry, the state rows' tails
     replay: ReplayMemory
 
 
-LayerMemory = Tensor | LinearMemory
-"""An attention layer's KV pool `[entries, 2, KVH, head_dim]`, or a linear layer's state."""
+LayerMemory = Tensor | LinearMemory | tuple[Tensor | LinearMemory, ...]
+"""An attention layer's pool `[entries, *entry]`, or a linear layer's state; of a layer that mixes
+in several ways one of them for each, of one that mixes nothing none."""

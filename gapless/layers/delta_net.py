@@ -6,31 +6,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from gapless.core.parallel import linear_of_rank
-from gapless.layers.batch import (
-    AttentionBatch,
-    LayerMemory,
-    LinearMemory,
-    PrefillBatch,
-    WindowBatch,
-)
 from gapless.layers.linear import Linear, PartialLinear
+from gapless.layers.recurrence import convolve, linear_inputs, recur
 from gapless.layers.shard import target
-from gapless.ops.causal_conv import causal_conv, convolve_window
 from gapless.ops.gates import delta_gates
-from gapless.ops.linear_chunk import chunk_prefill
-from gapless.ops.linear_replay import replay_window
 from gapless.ops.norm import gated_rms_norm
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from gapless.core.architecture import LinearSpec
+    from gapless.layers.batch import AttentionBatch, LayerMemory
     from gapless.layers.placement import Placement
     from gapless.layers.shard import Share, Target
-
-# inside the root of the q/k norm, fixed by the model family whatever rms_norm_eps says
-L2NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -75,10 +65,8 @@ class GatedDeltaNet:
         self._spec = spec = linear_of_rank(spec, place.world_size)
         self._eps = eps
         self._communicator = place.communicator
-        self._value_size = spec.num_value_heads * spec.value_dim
-        self._sizes = [
-            spec.conv_channels, self._value_size, spec.num_value_heads, spec.num_value_heads
-        ]  # fmt: skip
+        heads = spec.num_value_heads
+        self._sizes = [spec.conv_channels, heads * spec.value_dim, heads, heads]
         self._in_proj = Linear(hidden_size, sum(self._sizes), place)
         self._out_proj = PartialLinear(self._shares.values, hidden_size, place)
         self._conv = place.weight(spec.conv_channels, spec.conv_width)
@@ -88,51 +76,14 @@ class GatedDeltaNet:
 
     def __call__(self, x: Tensor, memory: LayerMemory, batch: AttentionBatch) -> Tensor:
         """Map `[T, D]` to `[T, D]`, writing rings (decode) or rings and checkpoints (prefill)."""
-        assert isinstance(memory, LinearMemory), "a linear layer's memory is rings and checkpoints"
-        assert isinstance(batch, WindowBatch | PrefillBatch), "a linear layer's indices are needed"
+        memory, batch = linear_inputs(memory, batch)
         spec = self._spec
         mixed, gate, b, a = self._in_proj(x).split(self._sizes, dim=-1)
-        mixed = self._convolve(mixed, memory, batch)
-        key_size = spec.num_key_heads * spec.key_dim
-        q, k, v = mixed.split([key_size, key_size, self._value_size], dim=-1)
+        mixed = convolve(mixed, self._conv, memory, batch)
         beta, log_decay = delta_gates(b, a, self._dt_bias, self._neg_decay_rate)
-        lead = (batch.num_rows, -1) if isinstance(batch, WindowBatch) else (x.shape[0],)
-        inputs = (
-            q.view(*lead, spec.num_key_heads, spec.key_dim),
-            k.view(*lead, spec.num_key_heads, spec.key_dim),
-            v.view(*lead, spec.num_value_heads, spec.value_dim),
-            beta.view(*lead, spec.num_value_heads),
-            log_decay.view(*lead, spec.num_value_heads, 1),
-        )
-        scale = spec.key_dim**-0.5
-        if isinstance(batch, WindowBatch):
-            out = replay_window(
-                *inputs, memory.replay, batch.replay,
-                recurrence=spec.recurrence, l2norm_eps=L2NORM_EPS, scale=scale,
-            )  # fmt: skip
-        else:
-            out = chunk_prefill(
-                *inputs, memory.replay.checkpoint, batch.chunks,
-                recurrence=spec.recurrence, l2norm_eps=L2NORM_EPS, scale=scale,
-            )  # fmt: skip
-        heads = (x.shape[0], spec.num_value_heads, spec.value_dim)
-        out = gated_rms_norm(
-            out.reshape(heads), gate.reshape(heads), self._norm, self._eps, activation="silu"
-        )
-        return self._communicator.all_reduce(self._out_proj(out.reshape(x.shape[0], -1)))
-
-    def _convolve(
-        self, mixed: Tensor, memory: LinearMemory, batch: WindowBatch | PrefillBatch
-    ) -> Tensor:
-        ring = memory.conv_ring
-        if isinstance(batch, WindowBatch):
-            return convolve_window(
-                mixed, ring, batch.conv_write, batch.conv_taps, self._conv, None,
-                num_rows=batch.num_rows, activation="silu",
-            )  # fmt: skip
-        source = torch.cat((mixed, ring.index_select(0, batch.conv_prefix)))
-        ring.index_copy_(0, batch.conv_write, source.index_select(0, batch.conv_keep))
-        return causal_conv(source, batch.conv_taps, self._conv, None, activation="silu")
+        out = recur(mixed, beta, log_decay, spec, memory, batch)
+        out = gated_rms_norm(out, gate.reshape(out.shape), self._norm, self._eps, activation="silu")
+        return self._communicator.all_reduce(self._out_proj(out.flatten(1)))
 
     def targets(self, prefix: str) -> dict[str, Target]:
         """Checkpoint names and where they go."""
@@ -159,7 +110,7 @@ class GatedDeltaNet:
         spec = self._spec
         group = spec.num_value_heads // spec.num_key_heads
         values = group * spec.value_dim
-        num_qkvz = spec.conv_channels + self._value_size
+        num_qkvz = spec.conv_channels + self._sizes[1]
         for rows, sizes in (
             (self._in_proj.weight[:num_qkvz], [spec.key_dim, spec.key_dim, values, values]),
             (self._in_proj.weight[num_qkvz:], [group, group]),

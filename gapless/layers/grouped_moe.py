@@ -49,5 +49,5 @@ class GroupedMlp(SparseMlp):
         if self._bias is not None:
             found[f"{prefix}gate.e_score_correction_bias"] = self._bias
         if self._always is not None:
-            found |= self._always.targets(f"{prefix}shared_experts.")
+            found |= self._always.targets(f"{prefix}shared_experts.", stored_names)
         return found

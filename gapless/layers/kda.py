@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 
 from gapless.core.parallel import linear_of_rank
-from gapless.layers.delta_net import L2NORM_EPS
 from gapless.layers.linear import Linear, PartialLinear
 from gapless.layers.recurrence import convolve, linear_inputs, recur
 from gapless.layers.shard import Share, target
@@ -73,7 +72,6 @@ class KimiDeltaAttention:
             spec,
             memory,
             batch,
-            l2norm_eps=L2NORM_EPS,
         )
         gates = self._gate_proj(gate).view(out.shape)
         out = gated_rms_norm(out, gates, self._norm, self._eps, activation="sigmoid")

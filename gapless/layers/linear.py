@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch.nn.functional as F
-from torch import Tensor
-
 from gapless.layers.shard import target
+from gapless.ops.skinny_linear import skinny_linear
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from torch import Tensor
 
     from gapless.layers.placement import Placement
     from gapless.layers.shard import Share, Target
@@ -30,7 +30,7 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Project `[..., in_features]` to `[..., out_features]`."""
-        return F.linear(x, self.weight, self.bias)
+        return skinny_linear(x, self.weight, self.bias)
 
     def targets(self, prefix: str, parts: Mapping[str, Share]) -> dict[str, Target]:
         """Name the row blocks for the loader: part name to share of its rows, in order."""
@@ -63,7 +63,7 @@ class PartialLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map this rank's input features `[..., share]` to `[..., out_features]`."""
-        return F.linear(x, self._weight, self._own_bias)
+        return skinny_linear(x, self._weight, self._own_bias)
 
     def targets(self, name: str) -> dict[str, Target]:
         """Checkpoint names and where they go."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -32,17 +33,22 @@ def convolve(
     weight: Tensor,  # [C, width]
     memory: LinearMemory,
     batch: WindowBatch | PrefillBatch,
+    *,
+    bias: Tensor | None = None,  # [C]
+    activation: Literal["silu", "none"] = "silu",
 ) -> Tensor:  # [T, C]
-    """Convolve with SiLU behind it, and keep in the rings what later steps read."""
+    """Convolve, and keep in the rings what later steps read."""
     ring = memory.conv_ring
+    # taps are those of the model's widest convolution, the nearest last
+    taps = batch.conv_taps[-weight.shape[1] :]
     if isinstance(batch, WindowBatch):
         return convolve_window(
-            mixed, ring, batch.conv_write, batch.conv_taps, weight, None,
-            num_rows=batch.num_rows, activation="silu",
+            mixed, ring, batch.conv_write, taps, weight, bias,
+            num_rows=batch.num_rows, activation=activation,
         )  # fmt: skip
     source = torch.cat((mixed, ring.index_select(0, batch.conv_prefix)))
     ring.index_copy_(0, batch.conv_write, source.index_select(0, batch.conv_keep))
-    return causal_conv(source, batch.conv_taps, weight, None, activation="silu")
+    return causal_conv(source, taps, weight, bias, activation=activation)
 
 
 def recur(
@@ -52,30 +58,52 @@ def recur(
     spec: LinearSpec,
     memory: LinearMemory,
     batch: WindowBatch | PrefillBatch,
-    *,
-    l2norm_eps: float,
 ) -> Tensor:  # [T, HV, V]
     """Run a delta rule over windows (writing rings) or segments (writing checkpoints)."""
-    num_tokens, scale = mixed.shape[0], spec.key_dim**-0.5
     key_size = spec.num_key_heads * spec.key_dim
     value_size = spec.num_value_heads * spec.value_dim
     q, k, v = mixed.split([key_size, key_size, value_size], dim=-1)
+    inputs = RecurrentInputs(q, k, v, beta, log_decay, scale=spec.key_dim**-0.5)
+    return run_recurrence(inputs, spec, memory, batch)
+
+
+@dataclass(frozen=True)
+class RecurrentInputs:
+    """What a recurrence reads of each token, heads side by side."""
+
+    q: Tensor  # [T, H * K]
+    k: Tensor  # [T, H * K]
+    v: Tensor  # [T, HV * V]
+    beta: Tensor | None  # [T, HV] acc dtype; None for Mamba-2
+    log_decay: Tensor  # [T, HV] or [T, HV, Kd] acc dtype
+    scale: float
+
+
+def run_recurrence(
+    inputs: RecurrentInputs,
+    spec: LinearSpec,
+    memory: LinearMemory,
+    batch: WindowBatch | PrefillBatch,
+) -> Tensor:  # [T, HV, V]
+    """Run a recurrence over windows (writing rings) or segments (writing checkpoints)."""
+    num_tokens = inputs.q.shape[0]
     lead = (batch.num_rows, -1) if isinstance(batch, WindowBatch) else (num_tokens,)
-    inputs = (
-        q.view(*lead, spec.num_key_heads, spec.key_dim),
-        k.view(*lead, spec.num_key_heads, spec.key_dim),
-        v.view(*lead, spec.num_value_heads, spec.value_dim),
-        beta.view(*lead, spec.num_value_heads),
-        log_decay.view(*lead, spec.num_value_heads, spec.decay_dim),
+    heads = (*lead, spec.num_value_heads)
+    arguments = (
+        inputs.q.view(*lead, spec.num_key_heads, spec.key_dim),
+        inputs.k.view(*lead, spec.num_key_heads, spec.key_dim),
+        inputs.v.view(*heads, spec.value_dim),
+        None if inputs.beta is None else inputs.beta.view(heads),
+        inputs.log_decay.view(*heads, spec.decay_dim),
     )
     if isinstance(batch, WindowBatch):
         out = replay_window(
-            *inputs, memory.replay, batch.replay,
-            recurrence=spec.recurrence, l2norm_eps=l2norm_eps, scale=scale,
+            *arguments, memory.replay, batch.replay,
+            recurrence=spec.recurrence, l2norm_eps=spec.l2norm_eps, scale=inputs.scale,
         )  # fmt: skip
     else:
         out = chunk_prefill(
-            *inputs, memory.replay.checkpoint, batch.chunks,
-            recurrence=spec.recurrence, l2norm_eps=l2norm_eps, scale=scale,
+            *arguments, memory.replay.checkpoint, batch.chunks,
+            recurrence=spec.recurrence, l2norm_eps=spec.l2norm_eps, scale=inputs.scale,
         )  # fmt: skip
     return out.reshape(num_tokens, spec.num_value_heads, spec.value_dim)

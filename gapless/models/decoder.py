@@ -8,14 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gapless.core.architecture import Architecture, LayerSpec, MoeSpec
+from gapless.core.architecture import Architecture, AttentionSpec, LayerSpec
 from gapless.core.parallel import head_rows
-from gapless.layers.mlp import GatedMlp
-from gapless.layers.moe import SparseMlp
 from gapless.layers.norm import RmsNorm
 from gapless.layers.shard import target
 from gapless.models.loader import IgnoreRule
-from gapless.models.mixers import SPARSE_BLOCKS, NormStyle, make_mixer
+from gapless.models.mixers import NormStyle, make_block, make_mixer
+from gapless.models.scaling import scale_weights
 from gapless.ops.rope import rotary_table
 from gapless.ops.rope.yarn import yarn_table
 
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from gapless.layers.batch import AttentionBatch, LayerMemory
     from gapless.layers.placement import Placement
     from gapless.layers.shard import Target
+    from gapless.models.mixers import Block, Mixer
 
 
 class Loadable(Protocol):
@@ -36,21 +36,20 @@ class Loadable(Protocol):
 
 
 class DecoderLayer:
-    """`x + mixer(norm(x))`, then `x + block(norm(x))`, with the names that most families share."""
+    """`x + mixer(norm(x))`, then `x + block(norm(x))`, with the names that most families share;
+    either may be missing."""
 
     def __init__(
         self, hidden_size: int, spec: LayerSpec, place: Placement, norm: NormStyle
     ) -> None:
-        self._mixer_name, self._mixer = make_mixer(hidden_size, spec.mixer, place, norm)
-        self._mlp = (
-            SPARSE_BLOCKS[type(spec.mlp)](hidden_size, spec.mlp, place)
-            if isinstance(spec.mlp, MoeSpec)
-            else GatedMlp(hidden_size, spec.mlp, place)
-        )
-        self._input_norm, self._mlp_norm = (
-            RmsNorm(hidden_size, norm.eps, place, is_zero_centred=norm.is_zero_centred)
-            for _ in range(2)
-        )
+        self._mixer: Mixer | None = None
+        self._mlp: Block | None = None
+        if spec.mixer is not None:
+            self._input_norm = _norm(hidden_size, place, norm)
+            self._mixer_prefix, self._mixer = make_mixer(hidden_size, spec.mixer, place, norm)
+        if spec.mlp is not None:
+            self._mlp_norm = _norm(hidden_size, place, norm)
+            self._mlp = make_block(hidden_size, spec.mlp, place)
 
     def __call__(
         self,
@@ -59,30 +58,34 @@ class DecoderLayer:
         rotary: Tensor,
         memory: LayerMemory,
         batch: AttentionBatch,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Map `x + term` `[T, D]` to such a pair: the next norm adds it up."""
-        x, normed = self._input_norm.of_sum(x, term)
-        x, normed = self._mlp_norm.of_sum(x, self._mixer(normed, rotary, memory, batch))
-        if isinstance(self._mlp, SparseMlp):
-            return x, self._mlp(normed, batch.live)
-        return x, self._mlp(normed)
+        if self._mixer is not None:
+            x, normed = self._input_norm.of_sum(x, term)
+            term = self._mixer(normed, rotary, memory, batch)
+        if self._mlp is not None:
+            x, normed = self._mlp_norm.of_sum(x, term)
+            term = self._mlp(normed, batch.live)
+        return x, term
 
     def targets(self, prefix: str, stored_names: Collection[str]) -> dict[str, Target]:
         """Checkpoint names and where they go, see `Decoder.targets`."""
-        found: dict[str, Target] = {
-            f"{prefix}input_layernorm.weight": self._input_norm.weight,
-            f"{prefix}post_attention_layernorm.weight": self._mlp_norm.weight,
-        }
-        found |= self._mixer.targets(f"{prefix}{self._mixer_name}.")
-        if isinstance(self._mlp, SparseMlp):
-            return found | self._mlp.targets(f"{prefix}mlp.", stored_names)
-        return found | self._mlp.targets(f"{prefix}mlp.")
+        found: dict[str, Target] = {}
+        if self._mixer is not None:
+            found[f"{prefix}input_layernorm.weight"] = self._input_norm.weight
+            found |= self._mixer.targets(f"{prefix}{self._mixer_prefix}")
+        if self._mlp is not None:
+            found[f"{prefix}post_attention_layernorm.weight"] = self._mlp_norm.weight
+            found |= self._mlp.targets(f"{prefix}mlp.", stored_names)
+        return found
 
     def finalize(self) -> None:
         """Finalize the parts."""
-        self._input_norm.finalize()
-        self._mlp_norm.finalize()
-        self._mixer.finalize()
+        if self._mixer is not None:
+            self._input_norm.finalize()
+            self._mixer.finalize()
+        if self._mlp is not None:
+            self._mlp_norm.finalize()
 
 
 class Decoder:
@@ -106,11 +109,11 @@ class Decoder:
         self.architecture = architecture
         self._acc_dtype = place.acc_dtype
         self._embedding = place.weight(spec.vocab_size, spec.hidden_size)
-        norm = NormStyle(spec.norm_eps, is_zero_centred)
-        self._layers = [DecoderLayer(spec.hidden_size, layer, place, norm) for layer in spec.layers]
-        self._norm = RmsNorm(
-            spec.hidden_size, spec.norm_eps, place, is_zero_centred=is_zero_centred
-        )
+        style = NormStyle(spec.norm_eps, is_zero_centred)
+        self._layers = [
+            DecoderLayer(spec.hidden_size, layer, place, style) for layer in spec.layers
+        ]
+        self._norm = _norm(spec.hidden_size, place, style)
         rows = head_rows(spec.vocab_size, place.world_size)
         self._head_share = place.padded_share(spec.vocab_size, rows)
         # a tied head is part of the embedding, unless its products want the other layout
@@ -138,7 +141,9 @@ class Decoder:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings [T, D] of `token_ids` [T]."""
-        return F.embedding(token_ids, self._embedding)
+        found = F.embedding(token_ids, self._embedding)
+        scale = self.architecture.embedding_scale
+        return found if scale == 1.0 else found * scale
 
     def rotary_at(self, positions: Tensor) -> Tensor:
         """Return the rotary table's rows at `positions` [T]."""
@@ -147,7 +152,9 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Project `[N, D]` to vocabulary logits `[N, V]`, float32 or more."""
         logits = self._communicator.all_gather(F.linear(hidden, self._head))
-        return logits[:, : self.architecture.vocab_size].to(self._acc_dtype)
+        logits = logits[:, : self.architecture.vocab_size].to(self._acc_dtype)
+        scale = self.architecture.logit_scale
+        return logits if scale == 1.0 else logits * scale
 
     def targets(self, stored_names: Collection[str]) -> dict[str, Target]:
         """Checkpoint names and the tensors they fill.
@@ -167,6 +174,7 @@ class Decoder:
 
     def finalize(self) -> None:
         """Derive what is derived from weights, once, after loading."""
+        scale_weights(Decoder.targets(self, ()), self.architecture.weight_scales)
         if self._copies_embedding:
             self._own_head().copy_(self._own_embeddings())
         parts: list[Loadable] = [self._norm, *self._layers]
@@ -185,21 +193,29 @@ class Decoder:
         return self._embedding[start : start + length]
 
 
-def head_rules(spec: Architecture) -> list[IgnoreRule]:
-    """Rules for a stored head that is a copy of the embedding."""
+def _norm(size: int, place: Placement, style: NormStyle) -> RmsNorm:
+    return RmsNorm(size, style.eps, place, is_zero_centred=style.is_zero_centred)
+
+
+def head_rules(
+    spec: Architecture, *, embedding: str = "model.embed_tokens.weight"
+) -> list[IgnoreRule]:
+    """Rules for a stored head that is a copy of the embedding, whose name in the files is given."""
     if not spec.ties_embeddings:
         return []
-    copied = "model.embed_tokens.weight"
-    return [IgnoreRule(r"lm_head\.weight", "the head is the embedding", copy_of=copied)]
+    return [IgnoreRule(r"lm_head\.weight", "the head is the embedding", copy_of=embedding)]
 
 
 def _rotary(architecture: Architecture, num_positions: int, place: Placement) -> Tensor:
-    specs = {spec.rotary for spec in architecture.attention_layers} - {None}
-    if not specs:
-        return torch.empty(num_positions, 0, dtype=place.acc_dtype, device=place.device)
-    assert len(specs) == 1, "all attention layers rotate alike"
-    spec = specs.pop()
-    assert spec is not None, "what rotates has a rotary embedding"
+    specs = {spec.rotary for spec in architecture.attention_layers}
+    kept = specs - {None}
+    plain = {s.rotary for s in architecture.attention_layers if isinstance(s, AttentionSpec)}
+    assert max(len(kept), len(plain)) <= 1, "all attention layers rotate alike"
+    spec = next(iter(kept), None)
+    if spec is None:
+        # attention knows one path: two channels are turned by an angle of 0
+        still = torch.tensor([1.0, 0.0], dtype=place.acc_dtype, device=place.device)
+        return still.repeat(num_positions, 1)
     if spec.yarn is not None:
         return yarn_table(num_positions, spec, spec.yarn, place.acc_dtype, place.device)
     return rotary_table(num_positions, spec.dim, spec.theta, place.acc_dtype, place.device)

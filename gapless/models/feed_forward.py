@@ -49,7 +49,7 @@ def sparse_mlps(hf: HfConfig, *, renormalises: bool) -> tuple[MlpSpec | MoeSpec,
             f"{hf.path}: num_experts_per_tok is {num_active}, want at most {many}, which is "
             f"{num_experts}; the config is damaged"
         )
-    _check_blocks(hf)
+    check_blocks(hf)
     sparse = MoeSpec(
         num_experts=num_experts,
         num_active=num_active,
@@ -85,7 +85,7 @@ def grouped_moe(
         ModelError: the groups do not divide the experts, or hold fewer than are active.
         UnsupportedModel: the blocks are not gated by SiLU, or have biases.
     """
-    _check_blocks(hf)
+    check_blocks(hf)
     keys = keys or RouterKeys()
     num_experts = hf.integer(keys.num_experts, low=1)
     num_active = hf.integer(keys.num_active, low=1)
@@ -142,11 +142,16 @@ def sparse_behind_dense(hf: HfConfig, sparse: MoeSpec) -> tuple[MlpSpec | MoeSpe
 
 
 def _dense_mlp(hf: HfConfig) -> MlpSpec:
-    _check_blocks(hf)
+    check_blocks(hf)
     return MlpSpec(hf.integer("intermediate_size", low=1))
 
 
-def _check_blocks(hf: HfConfig) -> None:
+def check_blocks(hf: HfConfig) -> None:
+    """Check that feed-forward blocks are of the kind that the descriptions say.
+
+    Raises:
+        UnsupportedModel: they are not gated by SiLU, or have biases.
+    """
     activation = hf.optional_string("hidden_act")
     if activation not in (None, "silu"):
         raise UnsupportedModel(

@@ -32,8 +32,10 @@ LOADABLE_DTYPES = ("F64", "F32", "BF16", "F16")
 FP8_DTYPE = "F8_E4M3"
 SCALE_SUFFIX = "_scale_inv"
 
-# stored prefix -> canonical prefix: multimodal checkpoints wrap the text model in two ways
+# stored prefix -> canonical prefix: multimodal checkpoints wrap the text model in two ways, and
+# Nemotron-H's call it the backbone
 TEXT_PREFIXES = (
+    ("backbone.", "model."),
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),

@@ -11,21 +11,32 @@ from gapless.core.architecture import (
     KdaSpec,
     LatentSpec,
     LinearSpec,
+    MlpSpec,
     MoeSpec,
+    ParallelSpec,
+    ShortConvSpec,
+    SquaredReluMoeSpec,
+    SquaredReluSpec,
+    SsmSpec,
 )
 from gapless.layers.attention import Attention
 from gapless.layers.delta_net import GatedDeltaNet
 from gapless.layers.grouped_moe import GroupedMlp
 from gapless.layers.kda import KimiDeltaAttention
 from gapless.layers.mla import LatentAttention
+from gapless.layers.mlp import GatedMlp, SquaredReluMlp
 from gapless.layers.moe import SparseMlp
+from gapless.layers.parallel_mixer import ParallelMixer
+from gapless.layers.short_conv import ShortConv
+from gapless.layers.squared_relu_moe import SquaredReluMoe
+from gapless.layers.ssm import Mamba2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from torch import Tensor
 
-    from gapless.core.architecture import MixerSpec
+    from gapless.core.architecture import BlockSpec, MixerSpec
     from gapless.layers.batch import AttentionBatch, LayerMemory
     from gapless.layers.placement import Placement
     from gapless.layers.shard import Target
@@ -57,6 +68,18 @@ class Mixer(_Weighted, Protocol):
         self, x: Tensor, rotary: Tensor, memory: LayerMemory, batch: AttentionBatch
     ) -> Tensor:
         """Map `[T, D]` to `[T, D]`, reading and writing the layer's memory."""
+        ...
+
+
+class Block(Protocol):
+    """A feed-forward block."""
+
+    def __call__(self, x: Tensor, live: Tensor | None) -> Tensor:
+        """Map `[T, D]` to `[T, D]`; tokens outside of `live` [T] are routed to no expert."""
+        ...
+
+    def targets(self, prefix: str, stored_names: Collection[str]) -> dict[str, Target]:
+        """Checkpoint names and where they go, see `Decoder.targets`."""
         ...
 
 
@@ -93,23 +116,51 @@ def _kimi_delta(size: int, spec: KdaSpec, place: Placement, norm: NormStyle) -> 
     return _Unrotated(KimiDeltaAttention(size, spec, place, eps=norm.eps))
 
 
-# type of the description -> name in checkpoints, how to make the layer
+def _mamba2(size: int, spec: SsmSpec, place: Placement, norm: NormStyle) -> Mixer:
+    return _Unrotated(Mamba2(size, spec, place, eps=norm.eps))
+
+
+def _short_conv(size: int, spec: ShortConvSpec, place: Placement, _: NormStyle) -> Mixer:
+    return _Unrotated(ShortConv(size, spec, place))
+
+
+def _parallel(size: int, spec: ParallelSpec, place: Placement, norm: NormStyle) -> Mixer:
+    attention = Attention(
+        size, spec.attention, place, eps=norm.eps, is_zero_centred=norm.is_zero_centred
+    )
+    return ParallelMixer(Mamba2(size, spec.ssm, place, eps=norm.eps), attention, place)
+
+
+# type of the description -> what its names in checkpoints begin with, how to make the layer
 MIXERS: Mapping[type, tuple[str, Callable[[int, Any, Placement, NormStyle], Mixer]]] = {
-    AttentionSpec: ("self_attn", _attention),
-    LatentSpec: ("self_attn", _latent_attention),
-    LinearSpec: ("linear_attn", _delta_net),
-    KdaSpec: ("self_attn", _kimi_delta),
+    AttentionSpec: ("self_attn.", _attention),
+    LatentSpec: ("self_attn.", _latent_attention),
+    LinearSpec: ("linear_attn.", _delta_net),
+    KdaSpec: ("self_attn.", _kimi_delta),
+    SsmSpec: ("mamba.", _mamba2),
+    ShortConvSpec: ("conv.", _short_conv),
+    # each of the two has its own name
+    ParallelSpec: ("", _parallel),
 }
 
-SPARSE_BLOCKS: Mapping[type, Callable[[int, Any, Placement], SparseMlp]] = {
+BLOCKS: Mapping[type, Callable[[int, Any, Placement], Block]] = {
+    MlpSpec: GatedMlp,
+    SquaredReluSpec: SquaredReluMlp,
     MoeSpec: SparseMlp,
     GroupedMoeSpec: GroupedMlp,
+    SquaredReluMoeSpec: SquaredReluMoe,
 }
+
+
+def make_block(hidden_size: int, spec: BlockSpec, place: Placement) -> Block:
+    """Make the feed-forward block that a description calls for."""
+    return BLOCKS[type(spec)](hidden_size, spec, place)
 
 
 def make_mixer(
     hidden_size: int, spec: MixerSpec, place: Placement, norm: NormStyle
 ) -> tuple[str, Mixer]:
-    """Make the mixer that a description calls for; return its name in checkpoints and the mixer."""
-    name, make = MIXERS[type(spec)]
-    return name, make(hidden_size, spec, place, norm)
+    """Make the mixer that a description calls for, and say what its names in checkpoints begin
+    with."""
+    prefix, make = MIXERS[type(spec)]
+    return prefix, make(hidden_size, spec, place, norm)

@@ -1,7 +1,8 @@
 """The multi-token-prediction layer that checkpoints carry beside the model.
 
-Two families store the same computation under other names: Qwen in `mtp.*`, with norms around zero,
-DeepSeek and GLM as layer N behind the model's N layers (NextN), with plain norms.
+Three families store the same computation under other names: Qwen in `mtp.*`, with norms around
+zero, DeepSeek and GLM as layer N behind the model's N layers (NextN), with plain norms, Nemotron-H
+in `mtp.*` with plain norms, the layer's mixer as layer 0 and its block as layer 1.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from gapless.layers.norm import RmsNorm
 from gapless.models.decoder import DecoderLayer
 from gapless.models.loader import IgnoreRule
 from gapless.models.mixers import NormStyle
+from gapless.models.naming import StoredNames, spell
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Sequence
 
     from torch import Tensor
 
@@ -29,20 +31,26 @@ if TYPE_CHECKING:
     from gapless.layers.placement import Placement
     from gapless.layers.shard import Target
     from gapless.models.decoder import Decoder
+    from gapless.models.naming import Spelling
 
 
 MTP_RULE = IgnoreRule(r"mtp\..*", "MTP tensors: speculation is off")
 
+# the mixer is layer 0, the block layer 1
+PARTS_SPELLING: Spelling = (
+    (r"layers\.0\.input_layernorm\.", "layers.0.norm."),
+    (r"layers\.0\.self_attn\.", "layers.0.mixer."),
+    (r"layers\.0\.post_attention_layernorm\.", "layers.1.norm."),
+    (r"layers\.0\.mlp\.", "layers.1.mixer."),
+)
 
-def num_stored_layers(names: Iterable[str]) -> int:
+
+def num_stored_layers(names: Collection[str]) -> int:
     """Count the MTP layers among canonical tensor names."""
-    return len(
-        {
-            name.split(".")[2]
-            for name in names
-            if name.startswith("mtp.layers.") or name.endswith(".eh_proj.weight")
-        }
-    )
+    merges = [name for name in names if name.endswith(".eh_proj.weight")]
+    if merges:
+        return len(merges)
+    return len({name.split(".")[2] for name in names if name.startswith("mtp.layers.")})
 
 
 def next_layer_rules(spec: Architecture) -> list[IgnoreRule]:
@@ -70,6 +78,7 @@ class _Names:
     hidden_norm: str
     norm: str
     is_zero_centred: bool
+    spelling: Spelling = ()
 
     @classmethod
     def of(cls, spec: Architecture) -> _Names:
@@ -81,6 +90,16 @@ class _Names:
                 hidden_norm="mtp.pre_fc_norm_hidden",
                 norm="mtp.norm",
                 is_zero_centred=True,
+            )
+        if spec.mtp_names is MtpNames.PARTS:
+            return cls(
+                layer="mtp.layers.0.",
+                merge="mtp.layers.0.eh_proj",
+                embedding_norm="mtp.layers.0.enorm",
+                hidden_norm="mtp.layers.0.hnorm",
+                norm="mtp.layers.1.final_layernorm",
+                is_zero_centred=False,
+                spelling=PARTS_SPELLING,
             )
         layer = f"model.layers.{len(spec.layers)}."
         return cls(
@@ -136,7 +155,9 @@ class MtpHead:
             f"{names.hidden_norm}.weight": self._hidden_norm.weight,
             f"{names.norm}.weight": self._norm.weight,
         }
-        return found | self._layer.targets(names.layer, stored_names)
+        own = StoredNames(stored_names, names.spelling)
+        layer = self._layer.targets(names.layer, own)
+        return found | {spell(name, names.spelling): target for name, target in layer.items()}
 
     def finalize(self) -> None:
         """Derive what is derived from weights, once, after loading."""

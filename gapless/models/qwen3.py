@@ -25,9 +25,24 @@ def full_attention(
     hf: HfConfig, mlps: Sequence[MlpSpec | MoeSpec], *, has_qk_norm: bool
 ) -> Architecture:
     """Describe a model with full attention in every layer, each before its feed-forward block."""
+    attention = attention_of(hf, has_qk_norm=has_qk_norm)
+    hf.layer_types(("full_attention",))
+    return Architecture(
+        model_type=hf.model_type,
+        vocab_size=hf.integer("vocab_size"),
+        hidden_size=hf.integer("hidden_size"),
+        layers=tuple(LayerSpec(attention, mlp) for mlp in mlps),
+        norm_eps=hf.number("rms_norm_eps"),
+        ties_embeddings=hf.ties_embeddings,
+        max_position=hf.max_position_embeddings,
+    )
+
+
+def attention_of(hf: HfConfig, *, has_qk_norm: bool) -> AttentionSpec:
+    """Describe full attention from the keys that most families share."""
     num_heads = hf.integer("num_attention_heads", low=1)
     head_dim = hf.integer("head_dim", hf.integer("hidden_size") // num_heads, low=1)
-    attention = AttentionSpec(
+    return AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=hf.integer("num_key_value_heads", num_heads, low=1),
         head_dim=head_dim,
@@ -38,16 +53,6 @@ def full_attention(
         has_bias=hf.boolean("attention_bias", default=False),
         has_output_bias=hf.boolean("attention_bias", default=False),
         yarn=hf.rope.yarn,
-    )
-    hf.layer_types(("full_attention",))
-    return Architecture(
-        model_type=hf.model_type,
-        vocab_size=hf.integer("vocab_size"),
-        hidden_size=hf.integer("hidden_size"),
-        layers=tuple(LayerSpec(attention, mlp) for mlp in mlps),
-        norm_eps=hf.number("rms_norm_eps"),
-        ties_embeddings=hf.ties_embeddings,
-        max_position=hf.max_position_embeddings,
     )
 
 

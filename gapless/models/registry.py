@@ -15,12 +15,18 @@ if TYPE_CHECKING:
     from gapless.core.architecture import Architecture
 
 MODELS = {
+    "bamba": "gapless.models.bamba",
     "deepseek_v2": "gapless.models.deepseek_v2",
     "deepseek_v3": "gapless.models.deepseek_v3",
+    "falcon_h1": "gapless.models.falcon_h1",
     "glm4_moe": "gapless.models.glm4_moe",
     "glm4_moe_lite": "gapless.models.glm4_moe_lite",
+    "granitemoehybrid": "gapless.models.granitemoehybrid",
     "kimi_linear": "gapless.models.kimi_linear",
+    "lfm2": "gapless.models.lfm2",
+    "lfm2_moe": "gapless.models.lfm2_moe",
     "llama": "gapless.models.llama",
+    "nemotron_h": "gapless.models.nemotron_h",
     "qwen3": "gapless.models.qwen3",
     "qwen3_5": "gapless.models.qwen3_5",
     "qwen3_5_moe": "gapless.models.qwen3_5_moe",

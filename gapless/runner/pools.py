@@ -14,21 +14,20 @@ from torch import Tensor
 
 from gapless.core.architecture import (
     Architecture,
+    LayerSpec,
     LinearSpec,
-    MixerSpec,
     PagedSpec,
     conv_ring_capacity,
     ring_capacity,
 )
-from gapless.core.footprint import mtp_layer
+from gapless.core.footprint import mtp_mixer
 from gapless.core.parallel import architecture_of_rank
-from gapless.errors import UnsupportedModel
 from gapless.layers.batch import LayerMemory, LinearMemory
 from gapless.ops.linear_replay import ReplayMemory
 from gapless.ops.step_metadata import Geometry
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from gapless.config.resolve import Config
     from gapless.layers.placement import Placement
@@ -36,12 +35,7 @@ if TYPE_CHECKING:
 
 def make_geometry(architecture: Architecture, config: Config) -> Geometry:
     """Fix the sizes of the device memory."""
-    widths = {spec.conv_width for spec in architecture.linear_layers} or {1}
-    if len(widths) > 1:
-        raise UnsupportedModel(
-            f"linear layers with convolutions of different widths {sorted(widths)}; want one width"
-        )
-    width = widths.pop()
+    width = architecture.conv_width
     return Geometry(
         num_slots=config.max_running_requests,
         num_pages=config.num_pages,
@@ -63,8 +57,11 @@ class Pools:
     """[n, entries, *entry] each: n layers with entries of one shape, the MTP layers among them."""
     linear: tuple[LinearMemory, ...]
     """The same for linear layers: every tensor has n in front."""
+    linear_specs: tuple[LinearSpec, ...]
+    """What the layers of each such pool have in common."""
     layers: tuple[LayerMemory, ...]
-    """Each layer's part."""
+    """Each layer's part: of a layer that mixes in several ways one for each, of one without a mixer
+    none."""
     mtp_layers: tuple[Tensor, ...]
     """Each MTP layer's part, addressed by the same pages."""
 
@@ -79,15 +76,17 @@ def make_pools(
 ) -> Pools:
     """Allocate every layer's memory on one rank; what is not a zero entry may hold anything."""
     own = architecture_of_rank(architecture, place.world_size)
-    specs: list[MixerSpec] = [layer.mixer for layer in own.layers]
+    specs = [spec for layer in own.layers for spec in layer.memories]
+    num_trunk = len(specs)
     if has_mtp:
-        specs += [mtp_layer(own).mixer] * own.num_mtp_layers
-    by_shape: dict[tuple[int, ...], list[int]] = {}
+        specs += [mtp_mixer(own)] * own.num_mtp_layers
+    by_shape: dict[tuple[object, ...], list[int]] = {}
     for index, spec in enumerate(specs):
         by_shape.setdefault(_shape(spec), []).append(index)
     kv: list[Tensor] = []
     linear: list[LinearMemory] = []
-    parts: dict[int, LayerMemory] = {}
+    linear_specs: list[LinearSpec] = []
+    parts: dict[int, Tensor | LinearMemory] = {}
     for members in by_shape.values():
         spec = specs[members[0]]
         if isinstance(spec, PagedSpec):
@@ -95,22 +94,36 @@ def make_pools(
             parts |= dict(zip(members, kv[-1].unbind(), strict=True))
         else:
             linear.append(_linear_memory(spec, geometry, place, ssm_dtype, len(members)))
+            linear_specs.append(spec)
             parts |= dict(zip(members, _layers_of(linear[-1]), strict=True))
-    num_layers = len(own.layers)
-    mtp_layers = [parts[index] for index in range(num_layers, len(specs))]
+    in_order = iter(parts[index] for index in range(num_trunk))
     return Pools(
         kv=tuple(kv),
         linear=tuple(linear),
-        layers=tuple(parts[index] for index in range(num_layers)),
-        mtp_layers=tuple(pool for pool in mtp_layers if isinstance(pool, Tensor)),
+        linear_specs=tuple(linear_specs),
+        layers=tuple(_of_layer(layer, in_order) for layer in own.layers),
+        mtp_layers=tuple(
+            pool
+            for index in range(num_trunk, len(specs))
+            for pool in [parts[index]]
+            if isinstance(pool, Tensor)
+        ),
     )
 
 
-def _shape(spec: MixerSpec) -> tuple[int, ...]:
+def _of_layer(layer: LayerSpec, parts: Iterator[Tensor | LinearMemory]) -> LayerMemory:
+    """Take a layer's memory off the front of all parts."""
+    own = tuple(next(parts) for _ in layer.memories)
+    return own[0] if len(own) == 1 else own
+
+
+def _shape(spec: PagedSpec | LinearSpec) -> tuple[object, ...]:
+    """What layers of one pool have in common: shapes, and how keys are normalised."""
     if isinstance(spec, PagedSpec):
         return spec.entry_shape
     return (
-        spec.num_key_heads, spec.key_dim, spec.num_value_heads, spec.value_dim, spec.decay_dim
+        spec.num_key_heads, spec.key_dim, spec.num_value_heads, spec.value_dim, spec.decay_dim,
+        spec.conv_channels, spec.l2norm_eps,
     )  # fmt: skip
 
 

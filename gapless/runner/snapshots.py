@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from gapless.layers.delta_net import L2NORM_EPS
 from gapless.ops.linear_replay import ReplayMemory, materialize
 from gapless.runner.inputs import Upload
 from gapless.speculative.drafter import SavedSlots
@@ -80,7 +79,10 @@ class Saver:
         ring_read = (slots * geometry.ring_len)[:, None] + replayed % geometry.ring_len
         mask = replayed < saved.positions[part, None]
         read_rows = rows.masked_fill(checkpoint_len == 0, geometry.zero_row)
-        for memory in self._device.pools.linear:
+        pools = self._device.pools
+        for memory, spec in zip(pools.linear, pools.linear_specs, strict=True):
+            if not spec.num_value_heads:
+                continue
             replay, num_layers = _flattened(memory), memory.conv_ring.shape[0]
             materialize(
                 replay,
@@ -88,7 +90,7 @@ class Saver:
                 mask.repeat(num_layers, 1),
                 read_rows=_in_all_layers(read_rows, num_layers, geometry.zero_row + 1),
                 out_rows=_in_all_layers(saved.rows[part], num_layers, geometry.zero_row + 1),
-                l2norm_eps=L2NORM_EPS,
+                l2norm_eps=spec.l2norm_eps,
             )
 
 

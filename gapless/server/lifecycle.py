@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,8 @@ BACKLOG = 2048
 # idle connections are kept longer than most proxies and clients keep theirs, so that it is not the
 # server that closes one while a request is on its way
 KEEP_ALIVE_S = 75
+# threads that read prompts
+NUM_READERS = 32
 # between two looks at the event loop's lateness
 LAG_INTERVAL_S = 0.1
 # how long answers may take to leave once their work has ended
@@ -64,11 +67,14 @@ def run(options: ServerOptions, engine: EngineOptions, log_level: str) -> int:
         GaplessError: the options cannot be honoured, or the engine cannot start.
     """
     template = read_template(options.chat_template)
-    plan = Plan(options, engine, log_level, _listen(options), template)
+    plan = Plan(options, engine, log_level, listen(options), template)
     return asyncio.run(_serve(plan))
 
 
 async def _serve(plan: Plan) -> int:
+    # more than cores, so that a few long prompts do not hold up the short ones
+    readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="prompts")
+    asyncio.get_running_loop().set_default_executor(readers)
     with _signals() as stops:
         engine = EngineClient(plan.engine, plan.log_level)
         site = Site(plan.options, plan.engine, engine)
@@ -208,13 +214,25 @@ def _signals() -> Iterator[asyncio.Queue[int]]:
             loop.remove_signal_handler(number)
 
 
-def _listen(options: ServerOptions) -> socket.socket:
-    """Bind the address, so that a port in use is seen before a model is loaded."""
+def listen(options: ServerOptions) -> socket.socket:
+    """Bind the address, so that a port in use is seen before a model is loaded.
+
+    Raises:
+        ConfigError: it cannot be bound.
+    """
     try:
-        ((family, _, _, _, address), *_) = socket.getaddrinfo(
-            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        listener = socket.create_server(address, family=family, backlog=BACKLOG)
+        # the protocol must be named: asyncio sends without delay only where it reads TCP here, and
+        # else every small answer waits 40 ms for the client's acknowledgement of the last
+        ((family, kind, protocol, _, address), *_) = socket.getaddrinfo(
+            options.host, options.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP,
+            flags=socket.AI_PASSIVE,
+        )  # fmt: skip
+        with contextlib.ExitStack() as undo:
+            listener = undo.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+            undo.pop_all()
     except OSError as error:
         raise ConfigError(
             f"host={options.host!r}, port={options.port} cannot be listened on: {error}; choose "

@@ -18,6 +18,7 @@ if DEVICE == "cpu":
 
 PAGE_SIZE, NUM_PAGES, COLUMNS = 16, 40, 12
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
+RANK, ROPE_DIM = 24, 8
 LENGTHS, WIDTH = (3, 17, 140), 2  # committed
 
 
@@ -80,6 +81,50 @@ def test_prefill(name: str, pool: torch.Tensor) -> None:
     def run(name: str, dtype: torch.dtype, device: str) -> torch.Tensor:
         plan = make(name, device).plan_prefill(kv_read.to(device), tuple(segments))
         layers = [plan.run(q.to(device, dtype), pool.to(device, dtype), 0.3) for _ in range(2)]
+        assert torch.equal(*layers)
+        return layers[0].cpu()
+
+    wanted = run("reference", torch.float64, "cpu")
+    found = run(name, torch.float32, DEVICE)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-6)
+
+
+@pytest.fixture
+def latents() -> torch.Tensor:
+    latents = torch.randn((NUM_PAGES + 1) * PAGE_SIZE, RANK + ROPE_DIM)
+    latents[NUM_PAGES * PAGE_SIZE :] = float("nan")
+    return latents
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_latent_window(name: str, first: int, table: torch.Tensor, latents: torch.Tensor) -> None:
+    slots = torch.tensor([2, 0, 1, 3])
+    lengths = torch.tensor([*(LENGTHS[slot] for slot in slots[:3]), 0])
+    positions = lengths[:, None] + torch.arange(WIDTH)
+    q = torch.randn(slots.numel() * WIDTH, HEADS, RANK + ROPE_DIM)
+
+    def run(name: str, dtype: torch.dtype, device: str) -> torch.Tensor:
+        indices = (x.to(device) for x in (slots, positions, table))
+        plan = make(name, device).plan_window(*indices, kv_len=192, first=first)
+        moved = q.to(device, dtype), latents.to(device, dtype)
+        return plan.run_latent(*moved, 0.3, value_dim=RANK).cpu()
+
+    wanted = run("reference", torch.float64, "cpu")[: 3 * WIDTH]
+    found = run(name, torch.float32, DEVICE)[: 3 * WIDTH]
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_latent_prefill(name: str, latents: torch.Tensor) -> None:
+    segments = ((0, 20, 0, 20), (20, 23, 20, 90), (23, 24, 90, 91))
+    kv_read = torch.randperm(NUM_PAGES * PAGE_SIZE)[:91]
+    q = torch.randn(24, HEADS, RANK + ROPE_DIM)
+
+    def run(name: str, dtype: torch.dtype, device: str) -> torch.Tensor:
+        plan = make(name, device).plan_prefill(kv_read.to(device), segments)
+        moved = q.to(device, dtype), latents.to(device, dtype)
+        layers = [plan.run_latent(*moved, 0.3, value_dim=RANK) for _ in range(2)]
         assert torch.equal(*layers)
         return layers[0].cpu()
 

@@ -37,7 +37,11 @@ class ServerProcess:
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
-        self.url = self.line("listening on ").removeprefix("listening on ")
+        try:
+            self.url = self.line("listening on ").removeprefix("listening on ")
+        except BaseException:
+            self.close()
+            raise
 
     @staticmethod
     def _popen(errors: Any, args: tuple[str, ...], env: dict[str, str] | None) -> Any:
@@ -104,9 +108,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server of the bundled model that all modules share."""
     log = tmp_path_factory.mktemp("server") / "log"
     process = ServerProcess(*flags(OPTIONS), log=log)
-    process.line("ready")
-    yield process
-    process.close()
+    try:
+        process.line("ready")
+        yield process
+    finally:
+        process.close()
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -17,7 +18,7 @@ from tests.server.conftest import PATIENCE_S, ServerProcess, flags, stats, wait_
 if TYPE_CHECKING:
     from tests.server.conftest import Start
 
-SMALL = {"max_running_requests": 2, "max_model_len": 4096, "speculative_num_steps": 0}
+SMALL = {"max_running_requests": 4, "max_model_len": 4096, "speculative_num_steps": 0}
 
 
 class Asking(threading.Thread):
@@ -56,12 +57,14 @@ def test_while_loading_it_lives_and_is_not_ready(start: Start) -> None:
     assert server.wait() == 0
 
 
-def test_a_signal_lets_running_requests_finish(start: Start) -> None:
-    server = start(*flags(SMALL))
+def test_a_signal_lets_requests_finish_and_a_second_one_does_not(start: Start) -> None:
+    server = start(*flags(SMALL), "--drain-seconds", "600")
     server.line("ready")
     with httpx2.Client(base_url=server.url, timeout=PATIENCE_S) as http:
-        running = [Asking(server, max_tokens=250), Asking(server, max_tokens=250, stream=True)]
-        wait_until(lambda: stats(http)["num_running"] == 2)
+        short = [Asking(server, max_tokens=200), Asking(server, max_tokens=200, stream=True)]
+        long = [Asking(server, max_tokens=4000), Asking(server, max_tokens=4000, stream=True)]
+        wait_until(lambda: stats(http)["num_running"] == 4)
+        engine = http.get("/server_info").json()["engine_pid"]
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: http.get("/ready").status_code == 503)
         assert code_of(http.get("/ready")) == (503, "draining")
@@ -69,36 +72,36 @@ def test_a_signal_lets_running_requests_finish(start: Start) -> None:
         refused = http.post("/v1/completions", json={"prompt": "a"})
         assert code_of(refused) == (503, "draining")
         assert int(refused.headers["retry-after"]) >= 1
-    for thread in running:
+    for thread in short:
         thread.join()
-    assert [thread.status for thread in running] == [200, 200]
-    assert '"completion_tokens":250' in running[0].text
-    assert running[1].text.endswith("data: [DONE]\n\n")
-    assert '"finish_reason":"length"' in running[1].text
-    assert server.wait() == 0
-
-
-@pytest.mark.parametrize("how", ["second signal", "time"])
-def test_an_impatient_end(start: Start, how: str) -> None:
-    server = start(*flags(SMALL), "--drain-seconds", "0.5" if how == "time" else "600")
-    server.line("ready")
-    with httpx2.Client(base_url=server.url, timeout=PATIENCE_S) as http:
-        running = [Asking(server, max_tokens=2500), Asking(server, max_tokens=2500, stream=True)]
-        wait_until(lambda: stats(http)["num_running"] == 2)
-        engine = http.get("/server_info").json()["engine_pid"]
-        server.process.send_signal(signal.SIGINT)
-        if how == "second signal":
-            wait_until(lambda: http.get("/ready").status_code == 503)
-            server.process.send_signal(signal.SIGTERM)
-    for thread in running:
-        thread.join()
-    assert running[0].status == 503
-    assert '"code":"draining"' in running[0].text
-    assert running[1].status == 200
-    assert '"code":"draining"' in running[1].text
-    assert running[1].text.endswith("data: [DONE]\n\n")
+    server.process.send_signal(signal.SIGINT)
+    assert [thread.status for thread in short] == [200, 200]
+    assert '"completion_tokens":200' in short[0].text
+    assert short[1].text.endswith("data: [DONE]\n\n")
+    assert '"finish_reason":"length"' in short[1].text
+    check_cut(long)
     assert server.wait() == 0
     assert not os.path.exists(f"/proc/{engine}")
+
+
+def check_cut(asking: list[Asking]) -> None:
+    """Check that a whole answer and a stream were told that the server ends."""
+    for thread in asking:
+        thread.join()
+        assert '"code":"draining"' in thread.text
+    assert [thread.status for thread in asking] == [503, 200]
+    assert asking[1].text.endswith("data: [DONE]\n\n")
+
+
+def test_draining_has_its_time(start: Start) -> None:
+    server = start(*flags(SMALL), "--drain-seconds", "0.2")
+    server.line("ready")
+    with httpx2.Client(base_url=server.url, timeout=PATIENCE_S) as http:
+        long = [Asking(server, max_tokens=4000), Asking(server, max_tokens=4000, stream=True)]
+        wait_until(lambda: stats(http)["num_running"] == 2)
+        server.process.send_signal(signal.SIGINT)
+    check_cut(long)
+    assert server.wait() == 0
 
 
 def test_the_engine_s_death_is_told_to_all_who_wait(start: Start) -> None:
@@ -111,7 +114,7 @@ def test_the_engine_s_death_is_told_to_all_who_wait(start: Start) -> None:
             Asking(server, max_tokens=2500, stream=True),
             Asking(server, max_tokens=2500),
         ]
-        wait_until(lambda: stats(http)["num_running"] + stats(http)["num_waiting"] == 3)
+        wait_until(lambda: stats(http)["num_running"] + stats(http)["num_waiting"] == 7)
         os.kill(engine, signal.SIGKILL)
     for thread in running:
         thread.join()
@@ -124,10 +127,23 @@ def test_the_engine_s_death_is_told_to_all_who_wait(start: Start) -> None:
     assert "the engine process was ended by signal SIGKILL" in server.log.read_text()
 
 
-def test_the_server_s_death_ends_the_engine(start: Start) -> None:
-    server = start(*flags(SMALL))
+def test_defaults_just_work_and_say_what_they_are(start: Start) -> None:
+    server = start()
     server.line("ready")
-    engine = httpx2.get(f"{server.url}/server_info").json()["engine_pid"]
+    with httpx2.Client(base_url=server.url, timeout=PATIENCE_S) as http:
+        for _ in range(2):
+            answer = http.post("/v1/completions", json={"prompt": [5] * 40}).json()
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
+        (model,) = http.get("/v1/models").json()["data"]
+        found = http.get("/server_info").json()
+    assert found["stats"]["decode"]["proposed_at"][0] > 0
+    log = server.log.read_text()
+    limits = set(re.findall(r"context (\d+) tokens", log)) | {str(model["max_model_len"])}
+    assert limits == {str(found["engine"]["max_model_len"])}
+    assert "prefix cache on, prefixes are resumed at snapshots of state" in log
+    assert "speculation mtp, 3 drafts" in log
+    engine = found["engine_pid"]
+    # its end is the engine's, too, however it comes
     server.close()
     wait_until(lambda: not is_running(engine), 5)
 

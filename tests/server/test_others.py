@@ -159,6 +159,20 @@ def test_answers_are_what_the_document_says(
     msgspec.json.decode(answer.content, type=strict(kind))
 
 
+def test_optional_packages_are_optional() -> None:
+    script = """
+import sys
+for name in ("fla", "flashinfer", "causal_conv1d", "transformers", "openai", "uvloop"):
+    sys.modules[name] = None
+import gapless.server.lifecycle
+from gapless import LLM, SamplingParams
+llm = LLM(max_running_requests=1, max_model_len=64)
+assert llm.generate("Two", SamplingParams(max_tokens=4)).text
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_server_loads_no_torch() -> None:
     modules = "gapless.cli.serve, gapless.server.lifecycle"
     script = f"import sys, {modules}; sys.exit('torch' in sys.modules)"

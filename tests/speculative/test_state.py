@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gapless import LLM, SamplingParams
+from gapless.core.architecture import L2NORM_EPS
 from gapless.layers.batch import LinearMemory
-from gapless.layers.delta_net import L2NORM_EPS
 from gapless.ops.linear_replay import materialize
 from gapless.speculative.mtp import MtpDrafter
 from tests.engine_fixtures import runner_of

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
     from gapless.core.architecture import GroupedMoeSpec
 
-# beside the sum that weights are divided by, as the models' code has it
-SUM_EPS = 1e-20
-
 
 def route_in_groups(
     logits: Tensor,  # [T, E]
@@ -56,7 +53,7 @@ def route_in_groups(
     experts = wanted.sort(dim=-1, descending=True, stable=True)[1][:, : spec.num_active]
     weights = scores.gather(1, experts)
     if spec.renormalises:
-        weights = weights / (weights.sum(-1, keepdim=True) + SUM_EPS)
+        weights = weights / (weights.sum(-1, keepdim=True) + spec.sum_eps)
     return weights * spec.scale, experts
 
 

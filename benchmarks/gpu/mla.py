@@ -1,0 +1,346 @@
+"""Latent attention on a GPU: right first, then how fast.
+
+    python -m benchmarks.gpu.mla --check --measure [--sweep] [--output figures.json]
+
+Checks and times as in `benchmarks.gpu.attention`. The byte floor reads entries and queries and
+writes results once at `READ_BANDWIDTH`; the floor is that, or the products at `MATRIX_RATE` where
+these take longer: with 128 heads a latent is used often enough for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.gpu.attention import (
+    BOUNDS,
+    MOST_LAUNCHES,
+    PAGE_SIZE,
+    READ_BANDWIDTH,
+    ROTATED_BYTES,
+    Rows,
+    _capture,
+    _if_it_fits,
+    _print,
+    _relative,
+    _result,
+    _segments,
+    _time_us,
+)
+from gapless.attention.reference import ReferenceAttention
+from gapless.attention.triton import TritonAttention
+from gapless.ops.mla import prefill_latent_attention
+from gapless.ops.mla.triton import paged_window_latent_attention, window_tiling
+from gapless.ops.paged_attention.triton import WindowTiling
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# bfloat16 operations per second of a product of 8192 x 8192 matrices of random numbers on an H200
+MATRIX_RATE = 7.88e14
+STORAGE_BYTES = 12 << 30
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@dataclass(frozen=True)
+class Latents:
+    """Shape of a latent attention layer."""
+
+    heads: int
+    rank: int
+    rope_dim: int
+
+    def __str__(self) -> str:
+        return f"{self.heads}q {self.rank}+{self.rope_dim}"
+
+    @property
+    def head_dim(self) -> int:
+        return self.rank + self.rope_dim
+
+    @property
+    def scale(self) -> float:
+        return 192**-0.5
+
+    def moved_bytes(self, tokens: int, entries: int) -> int:
+        """Bytes of bfloat16 queries, results and entries."""
+        return 2 * (tokens * self.heads * (self.head_dim + self.rank) + entries * self.head_dim)
+
+    def operations(self, pairs: int) -> int:
+        """Of scores and mixes of so many pairs of a token and an entry."""
+        return 2 * pairs * self.heads * (self.head_dim + self.rank)
+
+
+# DeepSeek-V2-Lite, and a rank's share of V3 over eight; V3 on one GPU
+FEW = Latents(16, 512, 64)
+V3 = Latents(128, 512, 64)
+TINY = Latents(4, 36, 16)
+
+
+@dataclass
+class LatentRows(Rows):
+    """Decode rows over pages of latents."""
+
+    heads: Latents
+
+    def pool(self, dtype: torch.dtype, *, first: int) -> torch.Tensor:
+        """Random where a row has positions, NaN elsewhere."""
+        shape = (self.entries, self.heads.head_dim)
+        pool = torch.full(shape, float("nan"), dtype=dtype, device=self.device)
+        for row, length in enumerate(self.lengths):
+            position = torch.arange(first, length + self.width, device=self.device)
+            pages = self.page_table[self.slots[row], position // PAGE_SIZE]
+            own = pages * PAGE_SIZE + position % PAGE_SIZE
+            pool[own] = torch.randn(len(own), shape[1], device=self.device).to(dtype)
+        return pool
+
+
+# shape, dtype, (window, first index that exists)s
+CHECKS = (
+    (FEW, BF16, ((1, 0), (1, 1), (4, 1), (16, 0))),
+    (FEW, FP32, ((1, 0), (4, 1))),
+    (V3, BF16, ((1, 0), (4, 0))),
+    (TINY, BF16, ((1, 0), (4, 1))),
+    (TINY, FP32, ((1, 1), (16, 0))),
+)
+
+
+def check(device: torch.device, most: int = 1400) -> list[dict[str, Any]]:
+    """Compare all kernels with their definitions; a result is name, error, bound and ok."""
+    torch.manual_seed(0)
+    found: list[dict[str, Any]] = []
+    for shape, dtype, windows in CHECKS:
+        label = f"{shape} {str(dtype).removeprefix('torch.')}"
+        for width, first in windows:
+            error = _window_error(shape, dtype, width, first, most, device)
+            name = f"latent window {label} W={width} first={first}"
+            found.append(_result(name, error, BOUNDS[dtype]))
+        error = _prefill_error(shape, dtype, device)
+        found.append(_result(f"latent prefill {label}", error, BOUNDS[dtype]))
+    for shape in (FEW, V3):
+        name = f"latent window {shape}: rows alone, in a batch and in a graph are the same bits"
+        found.append(_result(name, _differing_rows(shape, 3 * most, device), 0))
+    return found
+
+
+def _window_error(
+    shape: Latents, dtype: torch.dtype, width: int, first: int, most: int, device: torch.device
+) -> float:
+    lengths = (1, most, 15, 16, most // 2, 255, 256 - width, most // 3)
+    rows = LatentRows(shape, lengths, width, device, is_padded=True)
+    pool, q = rows.pool(dtype, first=first), rows.q(dtype)
+
+    def run(kind: type[TritonAttention | ReferenceAttention], acc: torch.dtype) -> torch.Tensor:
+        plan = rows.plan(kind, first=first)
+        out = plan.run_latent(q.to(acc), pool.to(acc), shape.scale, value_dim=shape.rank)
+        return out[: len(lengths) * width]
+
+    return _relative(run(TritonAttention, dtype), run(ReferenceAttention, torch.float64))
+
+
+def _prefill_error(shape: Latents, dtype: torch.dtype, device: torch.device) -> float:
+    segments = _segments((300, 300), (17, 800), (1, 90), (1, 1), (129, 257))
+    num_tokens, num_keys = segments[-1][1], segments[-1][3]
+    pool_shape = (num_keys + 50, shape.head_dim)
+    pool = torch.full(pool_shape, float("nan"), dtype=dtype, device=device)
+    kv_read = torch.randperm(num_keys + 50, device=device)[:num_keys]
+    pool[kv_read] = torch.randn(num_keys, shape.head_dim, device=device).to(dtype)
+    q = torch.randn(num_tokens, shape.heads, shape.head_dim, device=device).to(dtype)
+    wanted = prefill_latent_attention(
+        q.double(), pool.double(), kv_read, segments, shape.scale, value_dim=shape.rank
+    )
+    backend = TritonAttention(page_size=PAGE_SIZE, max_len=num_keys, device=str(device))
+    plan = backend.plan_prefill(kv_read, segments)
+    return _relative(plan.run_latent(q, pool, shape.scale, value_dim=shape.rank), wanted)
+
+
+def _differing_rows(shape: Latents, most: int, device: torch.device) -> int:
+    """Count rows whose bits change with the batch or with capture."""
+    rows = LatentRows(shape, (most, 5, 130, most // 2), 2, device)
+    pool, q = rows.pool(BF16, first=0), rows.q(BF16)
+
+    def run(plan: Any, q: torch.Tensor) -> torch.Tensor:
+        return plan.run_latent(q, pool, shape.scale, value_dim=shape.rank)
+
+    together = run(rows.plan(TritonAttention), q)
+    differing = 0
+    for row, length in enumerate(rows.lengths):
+        mine = slice(2 * row, 2 * row + 2)
+        alone = rows.backend(TritonAttention).plan_window(
+            rows.slots[row : row + 1],
+            rows.positions[row : row + 1],
+            rows.page_table,
+            kv_len=length + 2,
+        )
+        differing += not torch.equal(run(alone, q[mine]), together[mine])
+    if device.type == "cuda":
+        captured: list[torch.Tensor] = []
+        plan = rows.plan(TritonAttention)
+        graph = _capture([lambda: captured.append(run(plan, q))])
+        graph.replay()
+        differing += not torch.equal(captured[-1], together)
+    return differing
+
+
+class Storage:
+    """Random numbers that the pools of all measurements are cut from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._numbers = torch.empty(STORAGE_BYTES // 2, dtype=BF16, device=device)
+        for part in self._numbers.split(1 << 30):
+            part.normal_()
+
+    def pools(self, shape: Latents, entries: int) -> list[torch.Tensor]:
+        """Return so many pools that their sum leaves the L2 cache."""
+        size = entries * shape.head_dim
+        wanted = min(MOST_LAUNCHES, max(2, -(-ROTATED_BYTES // (2 * size))))
+        return list(self._numbers[: wanted * size].view(wanted, entries, shape.head_dim))
+
+
+def measure(device: torch.device) -> list[dict[str, Any]]:
+    """Time all kernels; a row has name, us, and what the time is a share of."""
+    torch.manual_seed(0)
+    storage = Storage(device)
+    found: list[dict[str, Any]] = []
+    for shape, width, context, batch in product((FEW, V3), (1, 4), (4096, 32768), (1, 8, 64)):
+        found.append(_window_row(storage, shape, batch, context, width, device))
+    for shape in (FEW, V3):
+        for size in ((2048, 2048), (2048, 8192)):
+            found.append(_prefill_row(storage, shape, size, device))
+    return found
+
+
+def _window_row(
+    storage: Storage,
+    shape: Latents,
+    batch: int,
+    context: int,
+    width: int,
+    device: torch.device,
+    tiling: WindowTiling | None = None,
+) -> dict[str, Any]:
+    rows = LatentRows(shape, [context - width] * batch, width, device)
+    q = rows.q(BF16)
+
+    def launch(pool: torch.Tensor) -> torch.Tensor:
+        return paged_window_latent_attention(
+            q,
+            pool,
+            rows.slots,
+            rows.positions,
+            rows.page_table,
+            shape.scale,
+            value_dim=shape.rank,
+            page_size=PAGE_SIZE,
+            kv_len=rows.kv_len,
+            tiling=tiling,
+        )
+
+    us = _time_us([lambda pool=pool: launch(pool) for pool in storage.pools(shape, rows.entries)])
+    moved = shape.moved_bytes(batch * width, batch * context)
+    operations = shape.operations(batch * width * context)
+    seconds = us / 1e6
+    byte_floor = moved / READ_BANDWIDTH
+    return {
+        "name": f"latent window {shape}",
+        "B": batch,
+        "context": context,
+        "W": width,
+        "us": us,
+        "MB": moved / 1e6,
+        "TFLOP/s": operations / seconds / 1e12,
+        "share_of_byte_floor": byte_floor / seconds,
+        "share_of_floor": max(byte_floor, operations / MATRIX_RATE) / seconds,
+    }
+
+
+def _prefill_row(
+    storage: Storage, shape: Latents, size: tuple[int, int], device: torch.device
+) -> dict[str, Any]:
+    segments = _segments(size)
+    num_tokens, num_keys = size
+    q = torch.randn(num_tokens, shape.heads, shape.head_dim, device=device).to(BF16)
+    kv_read = torch.randperm(num_keys, device=device)
+    backend = TritonAttention(page_size=PAGE_SIZE, max_len=num_keys, device=str(device))
+    plan = backend.plan_prefill(kv_read, segments)
+    pools = storage.pools(shape, num_keys)[:4]
+    # the first run sends the tiles up, which a graph cannot hold
+    plan.run_latent(q, pools[0], shape.scale, value_dim=shape.rank)
+    us = _time_us(
+        [
+            lambda pool=pool: plan.run_latent(q, pool, shape.scale, value_dim=shape.rank)
+            for pool in pools
+        ]
+    )
+    pairs = num_tokens * num_keys - num_tokens * (num_tokens - 1) // 2
+    rate = shape.operations(pairs) / us * 1e6
+    return {
+        "name": f"latent prefill {shape}",
+        "segments": f"{num_tokens}/{num_keys}",
+        "us": us,
+        "TFLOP/s": rate / 1e12,
+        "share_of_floor": rate / MATRIX_RATE,
+    }
+
+
+# block_m, block_n, warps, stages
+INNER = {
+    16: ((16, 32, 4, 2), (16, 32, 4, 3), (16, 32, 4, 4), (16, 64, 4, 2), (16, 64, 8, 2)),
+    64: ((64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 3), (32, 64, 8, 2), (32, 32, 4, 2)),
+}
+# shortest split, most splits
+SPLITS = ((128, 64), (256, 32), (256, 128), (512, 32), (512, 64), (1024, 32))
+
+
+def sweep(device: torch.device) -> list[dict[str, Any]]:
+    """Time tilings around those in use for 16 heads, for a few sizes each."""
+    torch.manual_seed(0)
+    storage = Storage(device)
+    found: list[dict[str, Any]] = []
+    for width in (1, 4):
+        for tiling in _candidates(width * FEW.heads):
+            for batch, context in ((1, 4096), (1, 32768), (8, 4096), (64, 4096), (64, 32768)):
+                args = (storage, FEW, batch, context, width, device, tiling)
+                found += _if_it_fits(lambda args=args: [_window_row(*args)], asdict(tiling))
+    return found
+
+
+def _candidates(queries: int) -> Iterator[WindowTiling]:
+    usual = window_tiling(queries, BF16)
+    for sizes in INNER[queries]:
+        yield WindowTiling(usual.min_split, usual.max_splits, *sizes)
+    for min_split, max_splits in SPLITS:
+        yield WindowTiling(**asdict(usual) | {"min_split": min_split, "max_splits": max_splits})
+
+
+def main() -> int:
+    """Run what is asked for; a failed check ends the run without figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for flag in ("--check", "--measure", "--sweep"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--output", type=Path, help="JSON file for all figures")
+    asked = parser.parse_args()
+    device = torch.device("cuda")
+    figures: dict[str, Any] = {"device": torch.cuda.get_device_name(device)}
+    if asked.check:
+        figures["check"] = check(device)
+        _print(figures["check"])
+        if not all(result["ok"] for result in figures["check"]):
+            return 1
+    for name, run in (("measure", measure), ("sweep", sweep)):
+        if vars(asked)[name]:
+            figures[name] = run(device)
+            _print(figures[name])
+    if asked.output:
+        asked.output.write_text(json.dumps(figures, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

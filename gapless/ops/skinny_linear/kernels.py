@@ -1,0 +1,133 @@
+"""The kernels behind `triton.py`: each program reads whole rows of the weight, once.
+
+With few rows of x a product is as fast as its weight is read, so what counts is how many bytes are
+in flight. The *vector* kernel keeps them in registers, one or more weight rows per warp. The
+*matrix* kernel keeps them in shared memory, some iterations ahead, and feeds matrix units, whose
+padding costs nothing here; its warps share out the columns of an iteration, so that few rows of
+the weight make a program and no partial sum leaves it. There a row of x adds up in the same order
+however many others there are; in the vector kernel that may differ between numbers of rows.
+
+An *early* launch starts while the kernel before it still runs, asks for the first columns of its
+weight rows, and waits for that kernel before it reads anything. The request ends in the L2 cache,
+through which all writes go, so it is right even for a weight that is being written.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+PREFETCHED = tl.constexpr(1024)  # columns
+LINE = tl.constexpr(64)  # columns of 16 bits in a cache line
+
+
+@triton.jit
+def _await_inputs(weight, o_n, N, K):
+    """Fetch weights until the kernel before this one is done, and let the next one start too."""
+    o_k = tl.arange(0, PREFETCHED // LINE) * LINE
+    p_w = (
+        weight + tl.minimum(o_n, N - 1).to(tl.int64)[:, None] * K + tl.minimum(o_k, K - 1)[None, :]
+    )
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_w], tl.int32, is_pure=False, pack=1
+    )
+    cuda.gdc_wait()
+    cuda.gdc_launch_dependents()
+
+
+# all shapes are served by a few compiled kernels
+@triton.jit(do_not_specialize=["num_rows", "N"])
+def _vector_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    num_rows,
+    stride_x,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+):
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if IS_EARLY:
+        _await_inputs(weight, o_n, N, K)
+    o_m = tl.arange(0, BLOCK_M)
+    o_k = tl.arange(0, BLOCK_K)[None, None, :]
+    m_n = (o_n < N)[None, :, None]
+    m_m = (o_m < num_rows)[:, None, None]
+    p_w = weight + o_n.to(tl.int64)[None, :, None] * K + o_k
+    # as wide as the weight's block: every warp loads what it multiplies, none waits for another
+    p_x = x + (o_m.to(tl.int64)[:, None, None] * stride_x + o_n[None, :, None] * 0 + o_k)
+    b_sum = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
+    for i_k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        m_w = m_n
+        m_x = m_m
+        if HAS_TAIL:
+            m_w = m_n & (i_k + o_k < K)
+            m_x = m_m & (i_k + o_k < K)
+        b_w = tl.load(p_w + i_k, mask=m_w, other=0.0, eviction_policy="evict_first")
+        b_x = tl.load(p_x + i_k, mask=m_x, other=0.0)
+        b_sum += b_w.to(tl.float32) * b_x.to(tl.float32)
+    b_out = tl.sum(b_sum, axis=2)
+    if HAS_BIAS:
+        b_out += tl.load(bias + o_n, mask=o_n < N, other=0.0).to(tl.float32)[None, :]
+    p_out = out + o_m.to(tl.int64)[:, None] * N + o_n[None, :]
+    mask = (o_m < num_rows)[:, None] & (o_n < N)[None, :]
+    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "N"])
+def _matrix_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    num_rows,
+    stride_x,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+):
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if IS_EARLY:
+        _await_inputs(weight, o_n, N, K)
+    o_m = tl.arange(0, BLOCK_M)
+    o_k = tl.arange(0, BLOCK_K)
+    o_s = tl.arange(0, SLICES)[:, None, None] * BLOCK_K
+    o_w = o_s + o_k[None, None, :]
+    o_x = o_s + o_k[None, :, None]
+    m_n = (o_n < N)[None, :, None]
+    m_m = (o_m < num_rows)[None, None, :]
+    p_w = weight + o_n.to(tl.int64)[None, :, None] * K + o_w
+    p_x = x + o_m.to(tl.int64)[None, None, :] * stride_x + o_x
+    b_sum = tl.zeros([SLICES, BLOCK_N, BLOCK_M], tl.float32)
+    for i_k in range(0, K, SLICES * BLOCK_K):
+        m_w = m_n
+        m_x = m_m
+        if HAS_TAIL:
+            m_w = m_n & (i_k + o_w < K)
+            m_x = m_m & (i_k + o_x < K)
+        b_w = tl.load(p_w + i_k, mask=m_w, other=0.0, eviction_policy="evict_first")
+        b_x = tl.load(p_x + i_k, mask=m_x, other=0.0)
+        b_sum = tl.dot(b_w, b_x, b_sum, input_precision=PRECISION)
+    b_out = tl.sum(b_sum, axis=0)
+    if HAS_BIAS:
+        b_out += tl.load(bias + o_n, mask=o_n < N, other=0.0).to(tl.float32)[:, None]
+    p_out = out + o_m.to(tl.int64)[None, :] * N + o_n[:, None]
+    mask = (o_m < num_rows)[None, :] & (o_n < N)[:, None]
+    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=mask)

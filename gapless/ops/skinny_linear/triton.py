@@ -1,0 +1,82 @@
+"""`reference.py` on a GPU, for few rows: one launch, the weight read once, no atomics, no sync."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+
+from gapless.ops.skinny_linear.kernels import _matrix_kernel, _vector_kernel
+from gapless.ops.skinny_linear.tuning import IS_EARLY, MAX_ROWS, Vector
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gapless.ops.skinny_linear.tuning import Tile
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def unsupported(x: Tensor, weight: Tensor) -> str | None:
+    """Return why the kernels cannot serve these tensors, None if they can."""
+    if x.dtype not in _DTYPES or weight.dtype is not x.dtype:
+        return f"activations of {x.dtype} with weights of {weight.dtype}"
+    if x.stride(-1) != 1 or not weight.is_contiguous():
+        return "features that are not contiguous"
+    return None
+
+
+def skinny_linear(
+    x: Tensor,  # [M, K], rows may be strided; M from 1 to 32
+    weight: Tensor,  # [N, K], contiguous
+    bias: Tensor | None,  # [N]
+    tile: Tile,
+    *,
+    out_dtype: torch.dtype | None = None,
+    is_early: bool = IS_EARLY,
+) -> Tensor:  # [M, N]
+    """See `reference.skinny_linear`. Sums in float32, rounds once.
+
+    No row's bits depend on another's values; with one matrix tile, nor on the number of rows. The
+    vector kernel's work grows with the rows, so it is meant for at most 4. An early launch fetches weights while the kernel before it
+    on the stream ends; devices older than compute capability 9.0 have none.
+    """
+    reason = unsupported(x, weight)
+    assert reason is None, reason
+    rows, inner = x.shape
+    size = weight.shape[0]
+    assert 1 <= rows <= MAX_ROWS[-1], f"{rows} rows, want 1 to {MAX_ROWS[-1]}"
+    assert weight.shape[1] == inner, f"{inner} features for a weight of {weight.shape[1]}"
+    out = torch.empty(rows, size, dtype=out_dtype or x.dtype, device=x.device)
+    args = (x, weight, weight if bias is None else bias, out, rows, x.stride(0), size, inner)
+    block_m = triton.next_power_of_2(rows)
+    settings: dict[str, Any] = {
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "HAS_TAIL": inner % tile.step != 0,
+        "HAS_BIAS": bias is not None,
+        "IS_EARLY": is_early and _has_early_launches(x.device),
+        "num_warps": tile.num_warps,
+    }
+    if settings["IS_EARLY"]:
+        settings["launch_pdl"] = True
+    grid = (triton.cdiv(size, tile.block_n),)
+    if isinstance(tile, Vector):
+        _vector_kernel[grid](*args, **settings, BLOCK_M=block_m, STAGES=tile.num_stages)
+    else:
+        _matrix_kernel[grid](
+            *args,
+            **settings,
+            BLOCK_M=max(8, block_m),  # the narrowest product of the matrix units
+            SLICES=tile.slices,
+            PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
+            num_stages=tile.num_stages,
+        )
+    return out
+
+
+@cache
+def _has_early_launches(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,0 +1,88 @@
+"""Which kernel serves a product of few rows, fixed per shape: nothing is tuned at run time.
+
+Chosen with `python -m benchmarks.gpu.projections --sweep`, which prints the lines of `TABLE`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Vector:
+    """Settings of the vector kernel."""
+
+    block_n: int
+    """Weight rows of a program."""
+    block_k: int
+    """Columns of an iteration."""
+    num_warps: int
+    """Warps, of which each takes its own rows."""
+    num_stages: int = 1
+    """Iterations in flight; 1 loads each when its turn comes."""
+
+    @property
+    def step(self) -> int:
+        """Columns of an iteration."""
+        return self.block_k
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Settings of the matrix kernel."""
+
+    block_n: int
+    """Weight rows of a program."""
+    block_k: int
+    """Columns of one slice of an iteration."""
+    slices: int
+    """Slices of an iteration, each a warp's."""
+    num_stages: int
+    """Iterations in flight."""
+
+    @property
+    def num_warps(self) -> int:
+        """A warp for each slice: more would repeat products."""
+        return self.slices
+
+    @property
+    def step(self) -> int:
+        """Columns of an iteration."""
+        return self.slices * self.block_k
+
+
+Tile = Vector | Matrix
+
+# whether launches overlap with the end of the kernel before them
+IS_EARLY = False
+
+# upper ends of the row buckets; more rows go to the library
+MAX_ROWS = (1, 4, 8, 16, 32)
+
+# (N, K) of 16-bit weights -> a tile per row bucket, None for the library
+TABLE: dict[tuple[int, int], tuple[Tile | None, ...]] = {}
+
+
+def tile_of(rows: int, size: int, inner: int) -> Tile | None:
+    """Return how to multiply `rows` rows by a weight [size, inner], None for the library."""
+    bucket = bisect_left(MAX_ROWS, rows)
+    if rows == 0 or bucket == len(MAX_ROWS):
+        return None
+    found = TABLE.get((size, inner))
+    return guess(rows, size, inner) if found is None else found[bucket]
+
+
+def guess(rows: int, size: int, inner: int) -> Tile | None:
+    """Choose for a shape that has not been measured.
+
+    A program of 16 rows per multiprocessor at least, if there are so many; wider ones where there
+    are more, since each program reads all of x.
+    """
+    if rows > 16:
+        return None
+    if size * inner < 1 << 22:
+        return Vector(4, 512, 4) if rows <= 4 else None
+    if size < 8192:
+        return Matrix(16, 128, 4, 5) if rows <= 8 else None
+    return Matrix(32, 64, 4, 5) if rows <= 8 else Matrix(64, 64, 4, 4)
