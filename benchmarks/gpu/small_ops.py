@@ -1,6 +1,7 @@
 """Norms, short convolution, step metadata, sampling, acceptance and experts: right, then how fast.
 
-    python -m benchmarks.gpu.small_ops [--check] [--measure] [--tile-sweep] [--output figures.json]
+    python -m benchmarks.gpu.small_ops [--check] [--measure] [--gathered-sweep] [--tile-sweep]
+        [--output figures.json]
 
 Checks compare with the definitions, in float64 where those are sums. Times are those of CUDA
 graphs whose launches take different inputs, with so many that none is found in the L2 cache;
@@ -15,8 +16,10 @@ import json
 import math
 import statistics
 import sys
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -645,6 +648,58 @@ def tile_sweep(device: torch.device) -> list[dict[str, Any]]:
     return found
 
 
+GATHERED_UP = (
+    (16, 512, 8, 1), (8, 512, 8, 1), (4, 512, 4, 1), (4, 1024, 4, 1), (8, 1024, 8, 1),
+    (8, 512, 8, 3), (8, 512, 4, 3), (8, 256, 8, 4), (4, 512, 4, 4), (16, 256, 8, 4),
+)  # fmt: skip
+GATHERED_DOWN = ((8, 8), (4, 8), (4, 4), (2, 4), (16, 8))
+
+
+def gathered_sweep(device: torch.device) -> list[dict[str, Any]]:
+    """Time how few pairs' products may be cut, best first for each number of tokens.
+
+    First the up products, with the pinned down products; then the down products with the best.
+    """
+    pinned = moe.GATHERED
+    down = (pinned.block_down, pinned.down_warps)
+    ups = [moe.GatheredTiling(*up, *down) for up in GATHERED_UP]
+    compiled = ups + [replace(pinned, block_down=d, down_warps=w) for d, w in GATHERED_DOWN]
+    context = get_context("spawn")
+    with ProcessPoolExecutor(len(compiled), mp_context=context) as pool:
+        list(pool.map(_compile_gathered, compiled))
+    layer = Experts(EXPERTS, HIDDEN, INNER, BF16, device)
+    found: list[dict[str, Any]] = []
+    for tokens in (1, 2, 4, 8, 16):
+        inputs = [layer.tokens(tokens) for _ in range(12)]
+        num_read = statistics.mean(len(experts.unique()) for _, _, experts in inputs)
+        floor_us = 6.0 * num_read * HIDDEN * INNER / READ_BANDWIDTH * 1e6
+
+        def us(tiling: moe.GatheredTiling, inputs: Sequence[Any] = inputs) -> float:
+            matrices = layer.gate_up, layer.down
+            return _time_us(
+                [lambda a=a: moe.mix_gathered(*a, *matrices, tiling=tiling) for a in inputs]
+            )
+
+        times = {tiling: us(tiling) for tiling in ups}
+        best = min(times, key=times.__getitem__)
+        downs = [replace(best, block_down=d, down_warps=w) for d, w in GATHERED_DOWN]
+        times |= {tiling: us(tiling) for tiling in downs}
+        grouped = _time_us(
+            [lambda a=a: moe.mix_grouped(*a, layer.gate_up, layer.down) for a in inputs]
+        )
+        for tiling in sorted(times, key=times.__getitem__)[:8]:
+            row = {"tokens": tokens, "us": times[tiling], "floor_us": floor_us}
+            found.append(row | {"grouped_us": grouped} | asdict(tiling))
+    return found
+
+
+def _compile_gathered(tiling: moe.GatheredTiling) -> None:
+    device = torch.device("cuda")
+    layer = Experts(ACTIVE, HIDDEN, INNER, BF16, device)
+    moe.mix_gathered(*layer.tokens(1), layer.gate_up, layer.down, tiling=tiling)
+    torch.cuda.synchronize()
+
+
 def _capture(launches: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     """Warm up and capture all launches in one graph."""
     stream = torch.cuda.Stream()
@@ -683,7 +738,7 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
 def main() -> int:
     """Run what is asked for; a failed check ends the run without figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    for flag in ("--check", "--measure", "--tile-sweep"):
+    for flag in ("--check", "--measure", "--gathered-sweep", "--tile-sweep"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--output", type=Path, help="JSON file for all figures")
     asked = parser.parse_args()
@@ -694,7 +749,8 @@ def main() -> int:
         _print(figures["check"])
         if not all(result["ok"] for result in figures["check"]):
             return 1
-    for name, run in (("measure", measure), ("tile_sweep", tile_sweep)):
+    sweeps = {"gathered_sweep": gathered_sweep, "tile_sweep": tile_sweep}
+    for name, run in ({"measure": measure} | sweeps).items():
         if vars(asked)[name]:
             figures[name] = run(device)
             _print(figures[name])

@@ -10,12 +10,15 @@ import importlib.util
 import logging
 from typing import TYPE_CHECKING, Protocol
 
+from gapless.core.architecture import LatentSpec
 from gapless.errors import BackendUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from torch import Tensor
+
+    from gapless.core.architecture import PagedSpec
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +50,7 @@ class PlannedAttention(Protocol):
     ) -> Tensor:  # [T, H, R]
         """Attend to latents in the same way; contract in `ops/mla/reference.py`.
 
-        Only called on a backend that was chosen for head dims with C among them.
+        Only called on a backend that was chosen for layers with such entries.
         """
         ...
 
@@ -86,13 +89,13 @@ class AttentionBackend(Protocol):
         ...
 
 
-def choose_backend(name: str, *, device: str, head_dims: Collection[int], dtype: str) -> str:
+def choose_backend(name: str, *, device: str, layers: Collection[PagedSpec], dtype: str) -> str:
     """Return the backend that `name` stands for, and log why it is that one.
 
     Raises:
         BackendUnavailable: `name` is asked for and cannot serve this device or model.
     """
-    missing = _triton_lacks(device, head_dims, dtype)
+    missing = _triton_lacks(device, layers, dtype)
     if name == "triton" and missing:
         raise BackendUnavailable(
             f"attention_backend=triton on {missing}; use attention_backend=reference or auto"
@@ -113,17 +116,17 @@ def make_backend(
     page_size: int,
     max_len: int,
     device: str,
-    head_dims: Collection[int],
+    layers: Collection[PagedSpec],
     dtype: str,
 ) -> AttentionBackend:
     """Make the backend `name`, or with "auto" the fastest that serves this device and model.
 
-    Args: page_size, max_len: of the page table. head_dims, dtype: of all attention layers.
+    Args: page_size, max_len: of the page table. layers: all that attend over pages.
 
     Raises:
         BackendUnavailable: `name` is asked for and cannot serve this device or model.
     """
-    name = choose_backend(name, device=device, head_dims=head_dims, dtype=dtype)
+    name = choose_backend(name, device=device, layers=layers, dtype=dtype)
     module, _, attribute = BACKENDS[name].partition(":")
     backend: AttentionBackend = vars(importlib.import_module(module))[attribute](
         page_size=page_size, max_len=max_len, device=device
@@ -131,13 +134,19 @@ def make_backend(
     return backend
 
 
-def _triton_lacks(device: str, head_dims: Collection[int], dtype: str) -> str | None:
+def _triton_lacks(device: str, layers: Collection[PagedSpec], dtype: str) -> str | None:
     """What of device and model the Triton kernels do not serve; None if they serve it all."""
     if not device.startswith("cuda"):
         return f"device {device} (want cuda)"
     if importlib.util.find_spec("triton") is None:
         return "installation without the triton package"
-    from gapless.ops.paged_attention.triton import unsupported
+    from gapless.ops.mla import triton as mla
+    from gapless.ops.paged_attention import triton as full
 
-    found = [unsupported(head_dim, dtype) for head_dim in head_dims]
+    found = [
+        mla.unsupported(layer.kv_lora_rank, layer.rope_dim, dtype)
+        if isinstance(layer, LatentSpec)
+        else full.unsupported(layer.head_dim, dtype)
+        for layer in layers
+    ]
     return next((reason for reason in found if reason), None)

@@ -93,7 +93,7 @@ def make_device(model: Decoder, mtp: MtpHead | None, config: Config, place: Plac
         page_size=config.page_size,
         max_len=num_page_columns * config.page_size,
         device=config.device,
-        head_dims={spec.head_dim for spec in model.architecture.attention_layers},
+        layers=model.architecture.attention_layers,
         dtype=config.dtype,
     )
     drafter: Drafter | None = None

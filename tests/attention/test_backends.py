@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gapless.attention.backend import BACKENDS, AttentionBackend, choose_backend, make_backend
+from gapless.core.architecture import AttentionSpec, LatentSpec, PagedSpec
 from gapless.errors import BackendUnavailable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -22,6 +23,31 @@ RANK, ROPE_DIM = 24, 8
 LENGTHS, WIDTH = (3, 17, 140), 2  # committed
 
 
+def full(head_dim: int) -> AttentionSpec:
+    return AttentionSpec(
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=head_dim,
+        rotary_dim=head_dim,
+        rope_theta=1e4,
+        has_qk_norm=False,
+        has_output_gate=False,
+    )
+
+
+def latent(rank: int, rope_dim: int) -> LatentSpec:
+    return LatentSpec(
+        num_heads=HEADS,
+        q_lora_rank=0,
+        kv_lora_rank=rank,
+        nope_dim=16,
+        rope_dim=rope_dim,
+        value_dim=16,
+        scale=0.3,
+        rotary=None,
+    )
+
+
 def make(name: str, device: str = DEVICE) -> AttentionBackend:
     if name == "triton":
         from gapless.attention.triton import TritonAttention
@@ -32,7 +58,7 @@ def make(name: str, device: str = DEVICE) -> AttentionBackend:
         page_size=PAGE_SIZE,
         max_len=COLUMNS * PAGE_SIZE,
         device=device,
-        head_dims={HEAD_DIM},
+        layers=[full(HEAD_DIM), latent(RANK, ROPE_DIM)],
         dtype="float32",
     )
 
@@ -134,25 +160,30 @@ def test_latent_prefill(name: str, latents: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "head_dims", "dtype", "chosen", "reason"),
+    ("device", "layers", "dtype", "chosen", "reason"),
     [
-        ("cpu", {64}, "float32", "reference", "device cpu"),
-        ("cuda", {64, 256}, "bfloat16", "triton", "device cuda"),
-        ("cuda:1", {128}, "float32", "triton", "device cuda:1"),
-        ("cuda", {64, 80}, "bfloat16", "reference", "head_dim 80"),
-        ("cuda", {64}, "float64", "reference", "dtype float64"),
+        ("cpu", [full(64)], "float32", "reference", "device cpu"),
+        ("cuda", [full(64), full(256)], "bfloat16", "triton", "device cuda"),
+        ("cuda:1", [full(128)], "float32", "triton", "device cuda:1"),
+        ("cuda", [full(64), full(80)], "bfloat16", "reference", "head_dim 80"),
+        ("cuda", [full(64)], "float64", "reference", "dtype float64"),
+        ("cuda", [latent(512, 64)], "bfloat16", "triton", "device cuda"),
+        ("cuda", [full(128), latent(36, 16)], "float32", "triton", "device cuda"),
+        # an entry as wide as a head that is served
+        ("cuda", [latent(128, 128)], "bfloat16", "reference", "rope_dim 128"),
+        ("cuda", [full(64), latent(960, 64)], "bfloat16", "reference", "kv_lora_rank 960"),
     ],
 )
 def test_automatic_choice_is_logged(
     caplog: pytest.LogCaptureFixture,
     device: str,
-    head_dims: set[int],
+    layers: list[PagedSpec],
     dtype: str,
     chosen: str,
     reason: str,
 ) -> None:
     with caplog.at_level(logging.INFO, logger="gapless"):
-        assert choose_backend("auto", device=device, head_dims=head_dims, dtype=dtype) == chosen
+        assert choose_backend("auto", device=device, layers=layers, dtype=dtype) == chosen
     (message,) = caplog.messages
     assert f"attention backend = {chosen}" in message
     assert reason in message
@@ -160,7 +191,7 @@ def test_automatic_choice_is_logged(
 
 def test_backend_that_cannot_serve_is_an_error() -> None:
     with pytest.raises(BackendUnavailable, match=r"=triton on device cpu \(want cuda\).*reference"):
-        choose_backend("triton", device="cpu", head_dims={64}, dtype="float32")
+        choose_backend("triton", device="cpu", layers=[full(64)], dtype="float32")
     with pytest.raises(BackendUnavailable, match="head_dim 48"):
-        choose_backend("triton", device="cuda", head_dims={48}, dtype="bfloat16")
-    assert choose_backend("reference", device="cuda", head_dims={48}, dtype="x") == "reference"
+        choose_backend("triton", device="cuda", layers=[full(48)], dtype="bfloat16")
+    assert choose_backend("reference", device="cuda", layers=[full(48)], dtype="x") == "reference"

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
+FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "embedding_norm")
+
+
 @dataclass(frozen=True)
 class Reference:
     """Outputs of one forward pass over `[B, T]` token ids."""
@@ -92,7 +95,8 @@ def float32_means_float64() -> Iterator[None]:
 def _to_float64(model: Any) -> Any:
     """Copy a model to float64; rotary frequencies are computed again, not widened."""
     wide = copy.deepcopy(model).double()
-    rotary = getattr(wide.model, "rotary_emb", None)
+    children = dict(wide.model.named_children())
+    rotary = children.get("rotary_emb", children.get("pos_emb"))
     if rotary is None:  # nothing is rotated
         return wide
     kind = wide.config.rope_parameters["rope_type"]
@@ -114,7 +118,8 @@ def _run(model: Any, token_ids: Tensor) -> Reference:
         return hook
 
     hooks = [layer.register_forward_hook(keep(layers)) for layer in model.model.layers]
-    hooks.append(model.model.norm.register_forward_hook(keep(final)))
+    (norm,) = (m for name, m in model.model.named_children() if name in FINAL_NORMS)
+    hooks.append(norm.register_forward_hook(keep(final)))
     try:
         with torch.no_grad():
             found = model(token_ids, use_cache=False).logits

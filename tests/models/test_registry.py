@@ -78,7 +78,7 @@ def test_parameters_are_counted(checkpoint_of: CheckpointOf, name: str) -> None:
     spec = read_architecture(read_hf_config(checkpoint_of(name, False)))
     model = tiny_model(name, False)
     weights = [*model.parameters()]
-    weights += [b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
+    weights += [b for n, b in model.named_buffers() if n.endswith(tiny.ROUTER_BIASES)]
     assert spec.num_parameters == sum(weight.numel() for weight in weights)
 
 

@@ -55,6 +55,9 @@ EXPERTS: dict[str, Any] = {
 }
 SHARED_EXPERT: dict[str, Any] = {"shared_expert_intermediate_size": 48}
 
+# buffers, not parameters
+ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
+
 # of seeds 0 to 4, scaled, the one where transformers' float32 is closest to its float64: 1e-4 at
 # most for qwen3_5 over 70 tokens, where others reach 5e-4; those without linear layers stay below
 # 1e-5 with all of them
@@ -119,6 +122,46 @@ YARN: dict[str, Any] = {
     "beta_fast": 16, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 1.2,
 }  # fmt: skip
 
+MAMBA: dict[str, Any] = {
+    **COMMON,
+    "num_hidden_layers": 3,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 12,
+    "mamba_chunk_size": 16,
+}
+# binary fractions, which transformers' float32 buffers of them hold exactly
+FACTORS: dict[str, Any] = {
+    "embedding_multiplier": 2.5,
+    "lm_head_multiplier": 0.625,
+    "key_multiplier": 0.75,
+    "attention_in_multiplier": 1.125,
+    "attention_out_multiplier": 0.875,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.75,
+    "mlp_multipliers": [0.875, 0.75],
+    "ssm_multipliers": [0.875, 0.75, 0.625, 1.125, 1.25],
+}
+NEMOTRON: dict[str, Any] = {
+    **{name: value for name, value in COMMON.items() if name != "num_hidden_layers"},
+    **ROUTED,
+    "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "mlp"],
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 20,
+    "ssm_state_size": 12,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+    "moe_shared_expert_intermediate_size": 48,
+}
+LFM2: dict[str, Any] = {
+    **{name: value for name, value in COMMON.items() if name != "head_dim"},
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+}
+
 MODELS = {
     "qwen3": _tiny("Qwen3", QWEN3),
     "qwen3_tied": _tiny("Qwen3", QWEN3, TIED),
@@ -159,6 +202,66 @@ MODELS = {
     # layer 0 has a dense block, as in DeepSeek's
     "kimi_linear": _tiny("KimiLinear", KIMI),
     "llama": _tiny("Llama", COMMON, _rope(40_000.0), TIED, attention_bias=True),
+    # time steps meet both bounds
+    "bamba": _tiny(
+        "Bamba",
+        MAMBA,
+        _rope(90_000.0),
+        attn_layer_indices=[1],
+        mamba_n_groups=2,
+        mamba_proj_bias=True,
+        time_step_limit=[0.9, 1.6],
+    ),
+    "granitemoehybrid": _tiny(
+        "GraniteMoeHybrid",
+        MAMBA,
+        TIED,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        intermediate_size=40,
+        shared_intermediate_size=48,
+        num_local_experts=NUM_EXPERTS,
+        num_experts_per_tok=2,
+        mamba_n_groups=1,
+        mamba_conv_bias=False,
+        embedding_multiplier=2.0,
+        logits_scaling=1.5,
+        residual_multiplier=0.6,
+        attention_multiplier=0.3,
+    ),
+    "falcon_h1": _tiny(
+        "FalconH1",
+        MAMBA,
+        FACTORS,
+        _rope(100_000.0),
+        num_hidden_layers=2,
+        mamba_d_ssm=96,
+        mamba_n_heads=6,
+        mamba_n_groups=2,
+        mamba_rms_norm=True,
+        mamba_proj_bias=True,
+        projectors_bias=True,
+        attention_bias=True,
+    ),
+    "nemotron_h": _tiny("NemotronH", NEMOTRON),
+    "nemotron_h_latent": _tiny(
+        "NemotronH",
+        NEMOTRON,
+        layers_block_type=["moe", "linear_attention", "full_attention"],
+        moe_latent_size=28,
+        use_bias=True,
+        use_conv_bias=False,
+    ),
+    "lfm2": _tiny("Lfm2", LFM2, _rope(110_000.0), conv_L_cache=3, block_multiple_of=24),
+    "lfm2_moe": _tiny(
+        "Lfm2Moe",
+        LFM2,
+        EXPERTS,
+        _rope(120_000.0),
+        conv_L_cache=4,
+        conv_bias=True,
+        num_dense_layers=1,
+        routed_scaling_factor=1.5,
+    ),
 }
 
 
@@ -177,6 +280,10 @@ def build(name: str, *, scaled: bool, seed: int) -> tuple[Any, Any]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, tiny.model_class)(config).eval().float()
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            # Nemotron-H's takes the bounds that its biases are initialised within
+            module.time_step_limit = tuple(config.time_step_limit)
     # what transformers prefers for experts has no float64
     model.set_experts_implementation("eager")
     if scaled:
@@ -199,7 +306,7 @@ def _scale(model: torch.nn.Module, generator: torch.Generator) -> None:
             else:
                 weight.copy_(noise * (0.4 if "conv" in name else weight.shape[-1] ** -0.5))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(ROUTER_BIASES):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
 
 

@@ -109,6 +109,15 @@ def test_tiles_of_every_size_agree_with_float64(block_m: int, dtype: torch.dtype
     close(out, reference.mix_experts(*wide(inputs)), dict(DTYPES)[dtype])
 
 
+@pytest.mark.parametrize("sizes", [(4, 32, 4, 1, 2, 4), (16, 16, 8, 3, 16, 8)])
+def test_pairs_cut_otherwise_agree_with_float64(sizes: tuple[int, ...]) -> None:
+    from gapless.ops.moe import triton
+
+    inputs = draw_mix(3)
+    out = triton.mix_gathered(*inputs, tiling=triton.GatheredTiling(*sizes))
+    close(out, reference.mix_experts(*wide(inputs)), dict(DTYPES)[torch.float32])
+
+
 @pytest.mark.parametrize("name", PATHS)
 def test_rows_that_are_not_live_are_zeros_and_read_no_expert(name: str) -> None:
     inputs = draw_mix(6)

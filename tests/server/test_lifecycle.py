@@ -61,8 +61,9 @@ def test_a_signal_lets_requests_finish_and_a_second_one_does_not(start: Start) -
     server = start(*flags(SMALL), "--drain-seconds", "600")
     server.line("ready")
     with httpx2.Client(base_url=server.url, timeout=PATIENCE_S) as http:
-        short = [Asking(server, max_tokens=200), Asking(server, max_tokens=200, stream=True)]
         long = [Asking(server, max_tokens=4000), Asking(server, max_tokens=4000, stream=True)]
+        wait_until(lambda: stats(http)["num_running"] == 2)
+        short = [Asking(server, max_tokens=200), Asking(server, max_tokens=200, stream=True)]
         wait_until(lambda: stats(http)["num_running"] == 4)
         engine = http.get("/server_info").json()["engine_pid"]
         server.process.send_signal(signal.SIGTERM)
@@ -110,9 +111,9 @@ def test_the_engine_s_death_is_told_to_all_who_wait(start: Start) -> None:
     with httpx2.Client(base_url=server.url, timeout=PATIENCE_S) as http:
         engine = http.get("/server_info").json()["engine_pid"]
         running = [
-            Asking(server, max_tokens=2500),
-            Asking(server, max_tokens=2500, stream=True),
-            Asking(server, max_tokens=2500),
+            Asking(server, max_tokens=4000, n=5),
+            Asking(server, max_tokens=4000, stream=True),
+            Asking(server, max_tokens=4000),
         ]
         wait_until(lambda: stats(http)["num_running"] + stats(http)["num_waiting"] == 7)
         os.kill(engine, signal.SIGKILL)

@@ -1,6 +1,7 @@
 """The kernels behind `triton.py`: a window over pages of latents, and a prefill chunk.
 
-Program indices are `i_`, offsets `o_`, pointers `p_`, masks `m_` and blocks of values `b_`.
+Program indices are `i_`, offsets `o_`, pointers `p_`, masks `m_` and blocks of values `b_`. In
+shapes, C counts channels of the latent, R those of the rotated key, M queries and N positions.
 
 Positions and channels are the rows of the matrix products, and queries their columns: scores are
 [positions, queries] and the running sums [channels, queries]. A GPU's matrix units want 64 rows and

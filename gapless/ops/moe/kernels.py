@@ -3,7 +3,7 @@
 A *pair* is one token with one of its chosen experts; pair `token * k + j` is the token's j-th
 choice. Few pairs run as products of a matrix with a vector, each reading its expert's matrices.
 Many are sorted by expert, so that a tile of them shares a read; then a token's results are summed.
-Either way a token adds its experts in ascending id, in float32, and rounds once.
+Either way a token adds its experts in an order of their ids, in float32, and rounds once.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -86,6 +86,7 @@ def _gathered_up_kernel(
     K: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
     HAS_LIVE: tl.constexpr,
 ):
     """Some hidden features of one pair."""
@@ -96,18 +97,24 @@ def _gathered_up_kernel(
         if tl.load(live + i_token) == 0:
             return
     o_i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
+    o_d = tl.arange(0, BLOCK_D)[None, :]
+    m_i = (o_i < INNER)[:, None]
     expert = tl.load(experts + i_pair)
-    p_gate = gate_up + expert * (2 * INNER * D) + o_i[:, None] * D
+    p_gate = gate_up + expert * (2 * INNER * D) + o_i[:, None] * D + o_d
+    p_up = p_gate + INNER * D
+    p_x = x + (i_token * stride_x + o_d)
+    if STAGES == 1:
+        # as wide as the matrices' block: every warp loads what it multiplies, none waits
+        p_x = x + (i_token * stride_x + o_i[:, None] * 0 + o_d)
     b_gate = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
     b_up = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
-    for i_d in range(0, D, BLOCK_D):
-        o_d = i_d + tl.arange(0, BLOCK_D)
-        mask = (o_i < INNER)[:, None] & (o_d < D)[None, :]
-        b_x = tl.load(x + i_token * stride_x + o_d, mask=o_d < D, other=0.0).to(tl.float32)
-        b_w = tl.load(p_gate + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
-        b_v = tl.load(p_gate + INNER * D + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
-        b_gate += b_w * b_x[None, :]
-        b_up += b_v * b_x[None, :]
+    for i_d in tl.range(0, D, BLOCK_D, num_stages=STAGES):
+        m_d = i_d + o_d < D
+        b_w = tl.load(p_gate + i_d, mask=m_i & m_d, other=0.0, eviction_policy="evict_first")
+        b_v = tl.load(p_up + i_d, mask=m_i & m_d, other=0.0, eviction_policy="evict_first")
+        b_x = tl.load(p_x + i_d, mask=m_d, other=0.0).to(tl.float32)
+        b_gate += b_w.to(tl.float32) * b_x
+        b_up += b_v.to(tl.float32) * b_x
     b_hidden = _gated(tl.sum(b_gate, axis=1), tl.sum(b_up, axis=1))
     p_hidden = hidden + i_pair * INNER + o_i
     tl.store(p_hidden, b_hidden.to(hidden.dtype.element_ty), mask=o_i < INNER)
@@ -145,20 +152,23 @@ def _gathered_down_kernel(
             tl.store(p_out, tl.zeros([BLOCK_D], out.dtype.element_ty), mask=o_d < D)
             return
     b_expert, b_weight, b_rank = _ranks(experts, weights, i_token, K, BLOCK_K)
-    b_out = tl.zeros([BLOCK_D, BLOCK_I], tl.float32)
-    for i_rank in tl.static_range(K):
-        is_here = b_rank == i_rank
-        expert = tl.sum(tl.where(is_here, b_expert, 0))
-        weight = tl.sum(tl.where(is_here, b_weight, 0.0))
-        i_pair = i_token * K + tl.sum(tl.where(is_here, o_k, 0))
-        p_down = down + expert * (D * INNER) + o_d[:, None] * INNER
-        for i_i in range(0, INNER, BLOCK_I):
-            o_i = i_i + tl.arange(0, BLOCK_I)
-            mask = (o_d < D)[:, None] & (o_i < INNER)[None, :]
-            b_x = tl.load(hidden + i_pair * INNER + o_i, mask=o_i < INNER, other=0.0)
-            b_w = tl.load(p_down + o_i[None, :], mask=mask, other=0.0).to(tl.float32)
-            b_out += b_w * (b_x.to(tl.float32) * weight)[None, :]
-    b_sum = tl.sum(b_out, axis=1)
+    # in ascending order, all of them at once, so that their matrices are in flight together
+    is_at = b_rank[None, :] == o_k[:, None]
+    b_expert = tl.sum(tl.where(is_at, b_expert[None, :], 0), axis=1)[:, None, None]
+    b_weight = tl.sum(tl.where(is_at, b_weight[None, :], 0.0), axis=1)[:, None, None]
+    b_choice = tl.sum(tl.where(is_at, o_k[None, :], 0), axis=1)[:, None, None]
+    o_i = tl.arange(0, BLOCK_I)[None, None, :]
+    m_k = (o_k < K)[:, None, None]
+    m_d = (o_d < D)[None, :, None]
+    p_down = down + b_expert * (D * INNER) + o_d[None, :, None] * INNER + o_i
+    p_hidden = hidden + (i_token * K + b_choice) * INNER + o_i
+    b_out = tl.zeros([BLOCK_K, BLOCK_D, BLOCK_I], tl.float32)
+    for i_i in range(0, INNER, BLOCK_I):
+        m_i = m_k & (i_i + o_i < INNER)
+        b_w = tl.load(p_down + i_i, mask=m_i & m_d, other=0.0, eviction_policy="evict_first")
+        b_x = tl.load(p_hidden + i_i, mask=m_i, other=0.0).to(tl.float32)
+        b_out += b_w.to(tl.float32) * (b_x * b_weight)
+    b_sum = tl.sum(tl.sum(b_out, axis=2), axis=0)
     if HAS_EXTRA:
         b_sum += _extra_term(extra, extra_gate, i_token, o_d, stride_extra, stride_gate, D)
     tl.store(p_out, b_sum.to(out.dtype.element_ty), mask=o_d < D)

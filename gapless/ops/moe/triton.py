@@ -48,6 +48,22 @@ class Tiling:
         return torch.float32 if self.block_m == 16 else dtype
 
 
+@dataclass(frozen=True)
+class GatheredTiling:
+    """How the products of few pairs are cut into programs."""
+
+    block_up: int  # hidden features of a pair: each has a gate and an up
+    block_k: int  # features summed per iteration
+    up_warps: int
+    up_stages: int  # iterations in flight; 1 loads each when its turn comes
+    block_down: int  # output features of a token
+    down_warps: int
+
+
+# chosen with `python -m benchmarks.gpu.small_ops --gathered-sweep`
+GATHERED = GatheredTiling(8, 512, 8, 1, 8, 8)
+
+
 def grouped_tiling(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Tiling:
     """Choose by how many pairs an expert has on average."""
     if dtype is torch.float32:
@@ -119,6 +135,7 @@ def mix_gathered(
     *,
     live: Tensor | None = None,
     extra: tuple[Tensor, Tensor] | None = None,
+    tiling: GatheredTiling = GATHERED,
 ) -> Tensor:
     """`mix_experts` as products with vectors: each pair reads its expert's matrices."""
     _assert_layout(x, weights, experts, gate_up, down)
@@ -129,8 +146,8 @@ def mix_gathered(
         return out
     hidden = torch.empty(num_tokens * num_active, inner, dtype=x.dtype, device=x.device)
     alive, has_live = _alive(live, experts)
-    block_i = min(16, triton.next_power_of_2(inner))
-    _gathered_up_kernel[triton.cdiv(inner, block_i), num_tokens * num_active](
+    block_up = min(tiling.block_up, triton.next_power_of_2(inner))
+    _gathered_up_kernel[triton.cdiv(inner, block_up), num_tokens * num_active](
         x,
         experts,
         alive,
@@ -140,14 +157,14 @@ def mix_gathered(
         D=size,
         INNER=inner,
         K=num_active,
-        BLOCK_I=block_i,
-        BLOCK_D=min(512, triton.next_power_of_2(size)),
+        BLOCK_I=block_up,
+        BLOCK_D=min(tiling.block_k, triton.next_power_of_2(size)),
+        STAGES=tiling.up_stages,
         HAS_LIVE=has_live,
-        num_warps=8,
+        num_warps=tiling.up_warps,
     )
-    # so few that the loads of all experts are in flight at once, and a single token fills a device
-    block_d = 8
-    _gathered_down_kernel[triton.cdiv(size, block_d), num_tokens](
+    block_active = triton.next_power_of_2(num_active)
+    _gathered_down_kernel[triton.cdiv(size, tiling.block_down), num_tokens](
         hidden,
         weights,
         experts,
@@ -159,12 +176,13 @@ def mix_gathered(
         D=size,
         INNER=inner,
         K=num_active,
-        BLOCK_K=triton.next_power_of_2(num_active),
-        BLOCK_I=min(512, triton.next_power_of_2(inner)),
-        BLOCK_D=block_d,
+        BLOCK_K=block_active,
+        # as much as registers hold: all of a token's experts are loaded together
+        BLOCK_I=min(4096 // block_active, triton.next_power_of_2(inner)),
+        BLOCK_D=tiling.block_down,
         HAS_LIVE=has_live,
         HAS_EXTRA=extra is not None,
-        num_warps=4,
+        num_warps=tiling.down_warps,
     )
     return out
 

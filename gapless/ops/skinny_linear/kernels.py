@@ -39,7 +39,7 @@ def _await_inputs(weight, o_n, N, K):
 
 # all shapes are served by a few compiled kernels
 @triton.jit(do_not_specialize=["num_rows", "N"])
-def _vector_kernel(
+def _skinny_vector_kernel(
     x,
     weight,
     bias,
@@ -85,7 +85,7 @@ def _vector_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows", "N"])
-def _matrix_kernel(
+def _skinny_matrix_kernel(
     x,
     weight,
     bias,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from gapless.ops.skinny_linear.kernels import _matrix_kernel, _vector_kernel
+from gapless.ops.skinny_linear.kernels import _skinny_matrix_kernel, _skinny_vector_kernel
 from gapless.ops.skinny_linear.tuning import IS_EARLY, MAX_ROWS, Vector
 
 if TYPE_CHECKING:
@@ -40,8 +40,9 @@ def skinny_linear(
     """See `reference.skinny_linear`. Sums in float32, rounds once.
 
     No row's bits depend on another's values; with one matrix tile, nor on the number of rows. The
-    vector kernel's work grows with the rows, so it is meant for at most 4. An early launch fetches weights while the kernel before it
-    on the stream ends; devices older than compute capability 9.0 have none.
+    vector kernel's work grows with the rows, so it is meant for at most 4. An early launch fetches
+    weights while the kernel before it on the stream ends; devices older than compute capability 9.0
+    have none.
     """
     reason = unsupported(x, weight)
     assert reason is None, reason
@@ -64,9 +65,9 @@ def skinny_linear(
         settings["launch_pdl"] = True
     grid = (triton.cdiv(size, tile.block_n),)
     if isinstance(tile, Vector):
-        _vector_kernel[grid](*args, **settings, BLOCK_M=block_m, STAGES=tile.num_stages)
+        _skinny_vector_kernel[grid](*args, **settings, BLOCK_M=block_m, STAGES=tile.num_stages)
     else:
-        _matrix_kernel[grid](
+        _skinny_matrix_kernel[grid](
             *args,
             **settings,
             BLOCK_M=max(8, block_m),  # the narrowest product of the matrix units
