@@ -50,6 +50,7 @@ TORCH_PACKAGES = {"torch", "triton", "transformers", "fla", "flashinfer", "gaple
 # packages whose import, submodules included, must leave torch out of the process
 LIGHT = ["gapless.scheduler", "gapless.cache", "gapless.text", "gapless.config"]
 LIGHT += ["gapless", "gapless.core", "gapless.errors", "gapless.observe", "gapless.assets"]
+LIGHT += ["gapless.server"]
 
 
 def module_name(path: Path) -> str:

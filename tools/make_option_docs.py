@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 
 from gapless.config.options import EngineOptions
 from gapless.core.sampling_params import SamplingParams
+from gapless.server.options import ServerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,6 +50,10 @@ SAMPLING = """## Sampling
 greedy unless told otherwise: `--temperature 0`. Without parameters, `LLM` takes the checkpoint's
 own from its generation_config.json.
 """
+SERVER = """## Server
+
+`ServerOptions`: more flags of `gapless serve`; see [server.md](server.md).
+"""
 ENVIRONMENT = """## Environment variables
 
 {own}
@@ -67,7 +72,11 @@ def render() -> str:
         )
     library = [(f"`{name}`", meaning) for name, meaning in LIBRARY_VARIABLES.items()]
     parts = [HEAD]
-    for intro, options in ((ENGINE, EngineOptions), (SAMPLING, SamplingParams)):
+    for intro, options in (
+        (ENGINE, EngineOptions),
+        (SAMPLING, SamplingParams),
+        (SERVER, ServerOptions),
+    ):
         parts += [intro, _table(("flag", "type", "default", "meaning"), option_rows(options))]
     parts += [ENVIRONMENT.format(own=own), _table(("variable", "meaning"), library)]
     return "\n".join(parts)

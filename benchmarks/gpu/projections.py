@@ -28,7 +28,15 @@ import triton
 
 from gapless.ops.norm import triton as norm
 from gapless.ops.skinny_linear import triton as skinny
-from gapless.ops.skinny_linear.tuning import MAX_ROWS, Matrix, Tile, Vector, tile_of
+from gapless.ops.skinny_linear.tuning import (
+    MAX_ROWS,
+    Matrix,
+    Tile,
+    Vector,
+    Wide,
+    bucket_of,
+    tile_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -109,6 +117,15 @@ MATRICES = (
 )
 
 
+WIDES = (
+    Wide(64, 128, 4),
+    Wide(64, 64, 6),
+    Wide(64, 256, 3),
+    Wide(128, 64, 4),
+    Wide(128, 128, 3),
+)
+
+
 def candidates(shape: Shape, rows: int) -> list[Tile]:
     """Return the tiles worth a try for a product."""
     found: list[Tile] = []
@@ -117,7 +134,7 @@ def candidates(shape: Shape, rows: int) -> list[Tile]:
     if rows == 1:
         found += ROW_VECTORS
     # a program of 16 rows of the weight reads as much of x where rows are many
-    found += [tile for tile in MATRICES if tile.block_n >= rows]
+    found += [tile for tile in (*MATRICES, *WIDES) if tile.block_n >= rows]
     fit = [tile for tile in found if tile.step <= shape.inner]
     if shape.size > 100_000:
         return [tile for tile in fit if tile.block_n >= 8]
@@ -150,8 +167,8 @@ class Job:
     @property
     def kernel(self) -> tuple[object, ...]:
         """What tells kernels apart."""
-        least = 8 if isinstance(self.tile, Matrix) else 1
-        block_m = max(least, triton.next_power_of_2(self.rows))
+        least = {Vector: 1, Matrix: 8, Wide: 16}[type(self.tile)]
+        block_m = max(least, MAX_ROWS[bucket_of(self.rows)])
         has_tail = self.inner % self.tile.step != 0
         return self.tile, block_m, has_tail, self.out_dtype, self.has_bias, self.is_early
 
@@ -176,17 +193,18 @@ def _compile(jobs: list[Job]) -> None:
 def check(device: torch.device) -> list[dict[str, Any]]:
     """Compare all tiles with float64; a result is name, error, bound and ok."""
     torch.manual_seed(0)
-    tiles = [*VECTORS, *ROW_VECTORS, *MATRICES]
+    tiles: list[Tile] = [*VECTORS, *ROW_VECTORS, *MATRICES, *WIDES]
     jobs = [Job(tile, rows, 2048, FP32) for tile in tiles for rows in _rows_of(tile)]
     # columns that no step divides, and what else a launch can be
-    for tile, is_early in product((VECTORS[0], VECTORS[-1], MATRICES[0], MATRICES[-1]), (0, 1)):
-        jobs += [Job(tile, 4, 2576, BF16, has_bias=True, is_early=bool(is_early))]
+    kinds: tuple[Tile, ...] = (VECTORS[0], MATRICES[0], WIDES[0])
+    for tile, is_early in product(kinds, (False, True)):
+        jobs += [Job(tile, 4, 2576, BF16, has_bias=True, is_early=is_early)]
     compile_all(jobs)
     return [result for job in jobs for result in _job_results(job, device)]
 
 
 def _rows_of(tile: Tile) -> list[int]:
-    if isinstance(tile, Matrix):
+    if not isinstance(tile, Vector):
         return [rows for rows in (1, 8, 16, 32) if rows <= tile.block_n]
     return [1] if tile in ROW_VECTORS else [1, 4]
 
@@ -205,7 +223,7 @@ def _job_results(job: Job, device: torch.device) -> Iterator[dict[str, Any]]:
     error = error if math.isfinite(error) else math.inf
     yield _result(str(job), error, BOUNDS[job.out_dtype])
     # a vector kernel for fewer rows is another one
-    first = job.rows - 1 if isinstance(job.tile, Matrix) else 1
+    first = 1 if isinstance(job.tile, Vector) else job.rows - 1
     if 0 < first < job.rows:
         differing = int((job.run(x[first:], weight, bias) != out[first:]).sum())
         yield _result(f"{job}: changed by other rows", differing, 0)
@@ -259,7 +277,7 @@ def _time_us(launches: Sequence[Callable[[], object]]) -> float:
     with torch.cuda.stream(torch.cuda.Stream()):
         launches[0]()
         torch.cuda.synchronize()
-        # what `torch.cuda.graph` does beside this takes longer than the replays
+        # `torch.cuda.graph` also collects garbage, which takes longer than the replays
         graph.capture_begin()
         for launch in launches:
             launch()
@@ -375,11 +393,13 @@ def _code(tile: Tile | None) -> str:
     if tile is None:
         return "None"
     values = [tile.block_n, tile.block_k]
-    if isinstance(tile, Matrix):
+    if isinstance(tile, Vector):
+        values += [tile.num_warps] + [tile.num_stages] * (tile.num_stages != 1)
+    elif isinstance(tile, Matrix):
         values += [tile.slices, tile.num_stages]
-        return f"Matrix({', '.join(map(str, values))})"
-    values += [tile.num_warps] + [tile.num_stages] * (tile.num_stages != 1)
-    return f"Vector({', '.join(map(str, values))})"
+    else:
+        values += [tile.num_stages]
+    return f"{type(tile).__name__}({', '.join(map(str, values))})"
 
 
 def main() -> int:

@@ -19,11 +19,11 @@ from gapless.errors import ContextTooLong, RequestError
 from gapless.observe.logging import configure
 
 if TYPE_CHECKING:
-    from gapless.text.chat import EncodedPrompt
     from collections.abc import Iterator
 
     from gapless.core.messages import Update
     from gapless.engine.llm import LLM
+    from gapless.text.chat import EncodedPrompt
 
 COMMANDS = {
     "/reset": "forget the conversation, but for the system message",

@@ -109,15 +109,14 @@ class Engine:
     def stats(self) -> EngineStats:
         """What it holds, and has done since the start; the counters go on counting."""
         scheduler, config = self.scheduler, self.config
-        pools = scheduler._cache
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             wait_reason=scheduler.wait_reason,
             num_pages=config.num_pages,
-            num_free_pages=pools.num_free_pages,
+            num_free_pages=scheduler.num_free_pages,
             num_state_rows=config.num_state_rows,
-            num_free_rows=pools.num_free_rows,
+            num_free_rows=scheduler.num_free_rows,
             decode=scheduler.counters,
             cache=self.cache_counters,
             loop=self.loop_counters,

@@ -164,6 +164,16 @@ class Scheduler:
         return self._cache.counters
 
     @property
+    def num_free_pages(self) -> int:
+        """Pages that neither a request nor the prefix cache holds."""
+        return self._cache.num_free_pages
+
+    @property
+    def num_free_rows(self) -> int:
+        """State rows that neither a request nor the prefix cache holds."""
+        return self._cache.num_free_rows
+
+    @property
     def num_cached_nodes(self) -> int:
         """Nodes of the prefix cache's tree."""
         return self._cache.prefix.num_nodes

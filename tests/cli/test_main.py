@@ -13,7 +13,7 @@ from gapless.config.options import EngineOptions
 if TYPE_CHECKING:
     from tests.cli.conftest import Run
 
-COMMANDS = [("generate",), ("eval",), ("bench", "decode")]
+COMMANDS = [("generate",), ("eval",), ("serve",), ("bench", "decode")]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

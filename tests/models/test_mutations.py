@@ -13,9 +13,21 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from gapless.layers import attention, delta_net, grouped_moe, kda, mla, moe
+from gapless.core import architecture
+from gapless.layers import (
+    attention,
+    delta_net,
+    grouped_moe,
+    kda,
+    mla,
+    moe,
+    recurrence,
+    short_conv,
+    squared_relu_moe,
+    ssm,
+)
 from gapless.layers.norm import RmsNorm
-from gapless.models import decoder, deepseek_v2
+from gapless.models import decoder, deepseek_v2, lfm2_moe
 from gapless.ops import moe as moe_ops
 from gapless.ops.group_routing import reference as group_routing
 from gapless.ops.norm import rms_norm
@@ -64,13 +76,13 @@ def _tiled_key_heads(patch: Patch) -> None:
         return call
 
     for name in ("replay_window", "chunk_prefill"):
-        patch.setattr(delta_net, name, tiled(getattr(delta_net, name)))
+        patch.setattr(recurrence, name, tiled(getattr(recurrence, name)))
 
 
 def _no_convolution_silu(patch: Patch) -> None:
-    honest = delta_net.causal_conv
+    honest = recurrence.causal_conv
     patch.setattr(
-        delta_net, "causal_conv", lambda *args, activation: honest(*args, activation="none")
+        recurrence, "causal_conv", lambda *args, activation: honest(*args, activation="none")
     )
 
 
@@ -82,7 +94,7 @@ def _gate_before_norm(patch: Patch) -> None:
 
 
 def _tiny_l2norm_eps(patch: Patch) -> None:
-    patch.setattr(delta_net, "L2NORM_EPS", 1e-12)
+    patch.setattr(architecture, "L2NORM_EPS", 1e-12)
 
 
 def _interleaved_rotary(patch: Patch) -> None:
@@ -256,6 +268,139 @@ def moe_without_shared(
     return grouped_moe.mix_experts(x, weights, experts, self._gate_up, self._down, live=live)
 
 
+def _change_mamba(patch: Patch, change: Callable[[ssm.Mamba2], None]) -> None:
+    """Change every Mamba-2 layer once its weights are there."""
+    honest = ssm.Mamba2.finalize
+
+    def finalize(self: ssm.Mamba2) -> None:
+        honest(self)
+        change(self)
+
+    patch.setattr(ssm.Mamba2, "finalize", finalize)
+
+
+def _mamba_gate_order(order: architecture.GateOrder, patch: Patch) -> None:
+    def change(layer: ssm.Mamba2) -> None:
+        layer._spec = replace(layer._spec, gate_order=order)
+
+    _change_mamba(patch, change)
+
+
+def _gate_behind_the_norm(patch: Patch) -> None:
+    _mamba_gate_order(architecture.GateOrder.NORM_FIRST, patch)
+
+
+def _gate_before_the_norm(patch: Patch) -> None:
+    _mamba_gate_order(architecture.GateOrder.GATE_FIRST, patch)
+
+
+def _one_norm_for_all_groups(patch: Patch) -> None:
+    def normed(self: ssm.Mamba2, x: Tensor) -> Tensor:
+        return rms_norm(x, self._norm, self._eps)
+
+    patch.setattr(ssm.Mamba2, "_normed", normed)
+
+
+def _time_steps_without(bound: int, patch: Patch) -> None:
+    def change(layer: ssm.Mamba2) -> None:
+        limits = list(layer._spec.time_step_limit)
+        limits[bound] = (0.0, float("inf"))[bound]
+        layer._spec = replace(layer._spec, time_step_limit=tuple(limits))
+
+    _change_mamba(patch, change)
+
+
+def _no_lower_time_step(patch: Patch) -> None:
+    _time_steps_without(0, patch)
+
+
+def _no_upper_time_step(patch: Patch) -> None:
+    _time_steps_without(1, patch)
+
+
+def _no_convolution_bias(patch: Patch) -> None:
+    def change(layer: ssm.Mamba2) -> None:
+        assert layer._conv_bias is not None
+        layer._conv_bias.zero_()
+
+    _change_mamba(patch, change)
+
+
+def _swapped_b_and_c(patch: Patch) -> None:
+    honest = ssm.RecurrentInputs
+    patch.setattr(ssm, "RecurrentInputs", lambda q, k, **others: honest(q=k, k=q, **others))
+
+
+def _skip_of_the_discretised_input(patch: Patch) -> None:
+    """Multiply D with dt x instead of x."""
+    honest_term, honest_run = ssm.Mamba2.term, ssm.run_recurrence
+    skips: list[Tensor] = []
+
+    def term(self: ssm.Mamba2, *args: Any) -> Tensor:
+        skips.append(self._skip)
+        self._skip = torch.zeros_like(self._skip)
+        out = honest_term(self, *args)
+        self._skip = skips[-1]
+        return out
+
+    def run(inputs: Any, *args: Any) -> Tensor:
+        out = honest_run(inputs, *args)
+        return out + inputs.v.view(out.shape) * skips[-1][:, None]
+
+    patch.setattr(ssm.Mamba2, "term", term)
+    patch.setattr(ssm, "run_recurrence", run)
+
+
+def _no_factors(patch: Patch) -> None:
+    patch.setattr(decoder, "scale_weights", lambda targets, scales: None)
+
+
+def _no_factor_of_a_layers_last(patch: Patch) -> None:
+    """Leave out the factor of the block's output."""
+    honest = decoder.scale_weights
+    patch.setattr(decoder, "scale_weights", lambda targets, scales: honest(targets, scales[:-1]))
+
+
+def _no_latent_space(patch: Patch) -> None:
+    """Take the first channels for the latent, and leave the others without experts."""
+    honest = squared_relu_moe.SquaredReluMoe.__call__
+
+    def call(self: squared_relu_moe.SquaredReluMoe, x: Tensor, live: Tensor | None) -> Tensor:
+        assert self._into is not None
+        size = self._spec.latent_size
+        self._into.weight.copy_(torch.eye(size, x.shape[1], dtype=x.dtype))
+        return honest(self, x, live)
+
+    patch.setattr(squared_relu_moe.SquaredReluMoe, "__call__", call)
+
+
+def _relu_not_squared(patch: Patch) -> None:
+    def term(self: Any, x: Tensor) -> Tensor:
+        return self._down(torch.relu(self._up(x)))
+
+    patch.setattr(squared_relu_moe.SquaredReluMlp, "term", term)
+
+
+def _short_convolution_with_silu(patch: Patch) -> None:
+    honest = short_conv.convolve
+    patch.setattr(
+        short_conv, "convolve",
+        lambda *args, bias, activation: honest(*args, bias=bias, activation="silu"),
+    )  # fmt: skip
+
+
+def _swapped_gates_of_the_convolution(patch: Patch) -> None:
+    def finalize(self: short_conv.ShortConv) -> None:
+        size = self._spec.num_channels
+        self._in_proj.weight[: 2 * size] = self._in_proj.weight[: 2 * size].roll(size, 0)
+
+    patch.setattr(short_conv.ShortConv, "finalize", finalize)
+
+
+def _no_eps_beside_the_sum(patch: Patch) -> None:
+    patch.setattr(lfm2_moe, "SUM_EPS", 1e-20)
+
+
 _scaled = partial(Case, dtype="float64", scaled=True)
 _default = partial(Case, dtype="float32", scaled=False)
 
@@ -295,6 +440,27 @@ MUTATIONS: list[tuple[Callable[[Patch], None], Case]] = [
     (_no_groups, _scaled("deepseek_v3")),
     (_groups_worth_their_best, _scaled("deepseek_v3")),
     (_bias_not_in_the_choice, _scaled("glm4_moe")),
+    (_gate_behind_the_norm, _scaled("bamba")),
+    (_gate_behind_the_norm, _scaled("nemotron_h")),
+    (_gate_before_the_norm, _scaled("falcon_h1")),
+    (_one_norm_for_all_groups, _scaled("bamba")),
+    (_one_norm_for_all_groups, _scaled("nemotron_h")),
+    (_no_lower_time_step, _scaled("bamba")),
+    (_no_upper_time_step, _scaled("bamba")),
+    (_no_convolution_bias, _scaled("bamba")),
+    (_no_convolution_silu, _scaled("granitemoehybrid")),
+    (_swapped_b_and_c, _scaled("granitemoehybrid")),
+    (_skip_of_the_discretised_input, _scaled("bamba")),
+    (_skip_of_the_discretised_input, _scaled("nemotron_h")),
+    (_no_factors, _scaled("granitemoehybrid")),
+    (_no_factor_of_a_layers_last, _scaled("falcon_h1")),
+    (_no_shared_experts, _scaled("granitemoehybrid")),
+    (_no_latent_space, _scaled("nemotron_h_latent")),
+    (_relu_not_squared, _scaled("nemotron_h")),
+    (_short_convolution_with_silu, _scaled("lfm2")),
+    (_swapped_gates_of_the_convolution, _scaled("lfm2")),
+    (_no_eps_beside_the_sum, _scaled("lfm2_moe")),
+    (_bias_not_in_the_choice, _scaled("lfm2_moe")),
 ]
 ALONE = sorted({case for _, case in MUTATIONS}, key=str)
 

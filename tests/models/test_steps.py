@@ -20,7 +20,10 @@ __all__ = ["tiny_model"]
 TinyModel = Callable[[str], Path]
 Tokens = list[tuple[int, ...]]
 
-NAMES = ["kimi_linear", "deepseek_v2", "deepseek_v3", "glm4_moe"]
+NAMES = [
+    "kimi_linear", "deepseek_v2", "deepseek_v3", "glm4_moe", "bamba", "granitemoehybrid",
+    "falcon_h1", "nemotron_h", "lfm2", "lfm2_moe",
+]  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=1.2, top_k=60, seed=3)
 

@@ -32,7 +32,8 @@ SCALE = 0.3
 EPS = 1e-2  # large enough that forgetting it shows
 SLOTS = 6  # then the null slot
 NULL_ROW, ZERO_ROW, SPARE_ROW = SLOTS, SLOTS + 1, SLOTS + 2
-SMALL = Launch(32, 64, 2)
+SMALL = Launch(32, 64)
+WIDE = Launch(32, 64, 2, None, 2)
 
 
 @dataclass(frozen=True)
@@ -277,10 +278,11 @@ def test_step_agrees_with_definition(recurrence: Recurrence, width: int, replay_
         {"key_heads": 1, "value_heads": 4},
         {"key_heads": 2, "value_heads": 2, "key_dim": 64, "value_dim": 128},
         {"key_heads": 2, "value_heads": 4, "key_dim": 64, "value_dim": 64, "launch": None},
-        {"key_dim": 256, "launch": Launch(64, 64, 1, 2)},
+        {"key_dim": 256, "launch": Launch(64, 64, 2)},
         {"dtype": torch.float32},
         {"dtype": torch.float16, "eps": None},
         {"state_dtype": torch.bfloat16},
+        {"launch": WIDE},
         {"max_width": 5, "replay_len": 9},
         {"replay_len": 40},
     ],

@@ -15,7 +15,16 @@ import torch.nn.functional as F
 from gapless.layers.linear import Linear
 from gapless.layers.placement import Placement
 from gapless.ops.skinny_linear import skinny_linear
-from gapless.ops.skinny_linear.tuning import MAX_ROWS, TABLE, Matrix, Tile, Vector, guess, tile_of
+from gapless.ops.skinny_linear.tuning import (
+    MAX_ROWS,
+    TABLE,
+    Matrix,
+    Tile,
+    Vector,
+    Wide,
+    guess,
+    tile_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +42,7 @@ TILES: list[Tile] = [
     Vector(4, 32, 2, 3),
     Matrix(16, 32, 1, 2),
     Matrix(16, 16, 4, 3),
+    Wide(16, 16, 2),
 ]
 # sizes that blocks divide, and sizes that they do not
 SIZES = [(32, 64), (37, 72)]
@@ -89,7 +99,7 @@ def test_row_does_not_depend_on_the_others(tile: Tile) -> None:
     x, weight, bias = draw_product(16, 37, 72, HALF)
     together = run(x, weight, bias, tile)
     assert torch.equal(run(x[5:], weight, bias, tile), together[5:])
-    if isinstance(tile, Matrix):
+    if not isinstance(tile, Vector):
         assert torch.equal(run(x[5:6], weight, bias, tile), together[5:6])
     x[6] = float("nan")
     poisoned = run(x, weight, bias, tile)
@@ -146,7 +156,7 @@ def test_tiles_fit_their_kernels(rows: int, size: int, inner: int) -> None:
             # products on ordinary units, for few rows only
             assert rows <= 4
             assert tile.block_n >= tile.num_warps
-        if isinstance(tile, Matrix):
+        if isinstance(tile, Matrix | Wide):
             assert tile.block_n >= 16
             # stages of weight and x in the shared memory of a multiprocessor
             entries = tile.step * (tile.block_n + max(8, rows))

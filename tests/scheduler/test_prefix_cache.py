@@ -208,7 +208,8 @@ def test_every_stage_of_a_request_gives_back_what_it_holds() -> None:
         driver.drain()
 
 
-def test_500_requests_into_room_for_8_and_a_quarter_of_the_pages() -> None:
+def test_500_requests_into_room_for_8() -> None:
+    """And into a quarter of the pages that those want."""
     rng = random.Random(3)
     shared = tokens(40)
     # 8 requests of 40 + 30 + 20 tokens want 48 pages

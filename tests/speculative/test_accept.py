@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gapless.ops.sampling import SamplingMode, SamplingRows, sample
 from gapless.ops.acceptance import accept_chain
+from gapless.ops.sampling import SamplingMode, SamplingRows, sample
 
 tokens = st.integers(0, 3)
 rows = st.integers(1, 5).flatmap(

@@ -1,6 +1,6 @@
 """What users of other engines reported about state, caches and speculation: a test for each kind.
 
-`REPORTS` names the tests by report id; kinds that need grammars, a server or Mamba-2 come with those
+`REPORTS` names the tests by report id; kinds that need grammars, tools or Mamba-2 come with those
 features. Tests that no other file has stand below.
 """
 
@@ -44,8 +44,11 @@ REPORTS = {
     "B4": "speculative.test_equality.test_any_options",
     "B6": "speculative.test_equality.test_stop_string_completed_inside_a_window",
     "B7": "speculative.test_equality.test_stop_string_completed_inside_a_window",
+    "B9": "engine.test_logprobs.test_bundled_model",
     "B10": "speculative.test_step.test_counters_add_up",
     "B11": "speculative.test_equality.test_token_limit_is_exact",
+    "B12": "engine.test_penalties.test_speculation_changes_no_token_of_the_bundled_model",
+    "B13": "engine.test_penalties.test_bad_values_are_refused",
     "B16": "speculative.test_equality.test_any_acceptance",
     "B17": "scheduler.test_programs",
     "B18": "speculative.test_reports.test_last_chunk_of_one_token_while_others_draft",
@@ -60,7 +63,7 @@ REPORTS = {
     "D3": "scheduler.test_state_machine",
     "D4": "scheduler.test_prefix_cache.test_every_stage_of_a_request_gives_back_what_it_holds",
     "D5": "scheduler.test_programs",
-    "D6": "scheduler.test_prefix_cache.test_500_requests_into_room_for_8_and_a_quarter_of_the_pages",
+    "D6": "scheduler.test_prefix_cache.test_500_requests_into_room_for_8",
     "D7": "scheduler.test_scheduler.test_admission_waits_for_each_kind_of_memory",
     "D8": "config.test_resolve.test_pool_is_bounded_by_memory",
     "D9": "scheduler.test_prefix_cache.test_short_requests_fill_the_pool",
@@ -75,6 +78,19 @@ REPORTS = {
     "E6": "scheduler.test_programs",
     "E7": "scheduler.test_prefix_cache.test_a_chat_prefills_the_last_token_and_what_is_new",
     "E8": "scheduler.test_prefix_cache.test_a_prompt_sent_twice",
+    "F3": "server.test_refusals.test_bad_requests",
+    "F4": "server.test_refusals.test_bad_requests",
+    "F5": "server.test_refusals.test_a_prompt_that_is_too_long_is_told_as_clients_expect",
+    "F9": "server.test_limits.test_a_template_that_raises",
+    "F12": "config.test_hf.test_eos_is_the_union_of_all_three_sources",
+    "F13": "server.test_disconnects.test_a_storm_of_aborts",
+    "F14": "server.test_chat.test_cached_tokens_are_told_in_both_forms",
+    "I1": "server.test_lifecycle.test_defaults_just_work_and_say_what_they_are",
+    "I2": "server.test_lifecycle.test_defaults_just_work_and_say_what_they_are",
+    "I4": "server.test_others.test_optional_packages_are_optional",
+    "I5": "speculative.test_equality.test_any_options",
+    "I6": "server.test_units.test_what_can_never_run_is_refused_with_its_sizes",
+    "I7": "server.test_lifecycle.test_defaults_just_work_and_say_what_they_are",
 }
 
 QUESTION = [{"role": "user", "content": "Ann has 4 boxes with 6 pens each. How many pens?"}]

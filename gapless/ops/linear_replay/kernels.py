@@ -85,78 +85,75 @@ def _fold(
     V: tl.constexpr,
     BV: tl.constexpr,
     BLOCKS: tl.constexpr,
-    STAGES: tl.constexpr,
     IS_PER_CHANNEL: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
     """Fold a run of value channels.
 
     Products are of 23 bits and summed apart from the state, which meets one fp32 factor and one
-    fp32 sum per fold.
+    fp32 sum per fold. Key channels are taken 32 at a time, so that little stays live.
     """
     o_k = tl.arange(0, 32)
     p_g = g_ring + i_head * (K if IS_PER_CHANNEL else 1)
-    since = ()
-    for c in tl.static_range(K // 32):
-        since = since + (o_k * 0.0 if IS_PER_CHANNEL else 0.0,)
-    # keys of 16 entries at a time, the newest first, in parts of 32 channels
-    weighted = ()
-    p_d = ()
+    # entries 16 at a time, the newest first
+    weights = ()
+    since = 0.0
     for i in tl.static_range((MOST + 15) // 16):
         r = i * 16 + tl.arange(0, 16)
         m_newer = (r < count) & (r > 0)
         entry = tl.load(entries + count - 1 - r, mask=r < count, other=0)
         newer = tl.load(entries + count - r, mask=m_newer, other=0)
         p_keys = k_ring + ((entry * H + i_key_head) * K)[:, None] + o_k[None, :]
-        squares = tl.zeros([16, 32], tl.float32)
-        for c in tl.static_range(K // 32):
-            keys = tl.load(p_keys + c * 32, mask=(r < count)[:, None], other=0).to(tl.float32)
-            squares += keys * keys
         weight = tl.full([16], 1.0, tl.float32)
         if HAS_NORM:
+            squares = tl.zeros([16, 32], tl.float32)
+            for c in tl.static_range(K // 32):
+                keys = tl.load(p_keys + c * 32, mask=(r < count)[:, None], other=0).to(tl.float32)
+                squares += keys * keys
             weight = tl.rsqrt(tl.where(r < count, tl.sum(squares, 1) + eps, 1.0))
         if not IS_PER_CHANNEL:
             g_newer = tl.load(p_g + newer * HV, mask=m_newer, other=0)
-            weight *= _decay(tl.cumsum(g_newer, 0) + since[0])
-        later = ()
-        for c in tl.static_range(K // 32):
-            keys = tl.load(p_keys + c * 32, mask=(r < count)[:, None], other=0).to(tl.float32)
-            if IS_PER_CHANNEL:
-                p_newer = p_g + (newer * (HV * K))[:, None] + (c * 32 + o_k)[None, :]
-                g_newer = tl.load(p_newer, mask=m_newer[:, None], other=0)
-                keys *= _decay(tl.cumsum(g_newer, 0) + since[c][None, :])
-            weighted = weighted + (keys * weight[:, None],)
-            later = later + (since[c] + tl.sum(g_newer, 0),)
-        since = later
-        p_d = p_d + (d_ring + ((entry * HV + i_head) * V)[None, :],)
+            weight *= _decay(tl.cumsum(g_newer, 0) + since)
+            since += tl.sum(g_newer, 0)
+        weights = weights + (weight,)
     # each entry met its newer neighbour's decay; the oldest one's own is left for the state
-    oldest = tl.load(entries)
-    decay = ()
+    p_oldest = p_g + tl.load(entries) * (HV * K if IS_PER_CHANNEL else HV)
+    if not IS_PER_CHANNEL:
+        decay = _exact_decay(since + tl.load(p_oldest, mask=count > 0, other=0))
+    p_read = checkpoint + read_row * (HV * V * K) + i_head * (V * K)
+    p_out = checkpoint + out_row * (HV * V * K) + i_head * (V * K)
     for c in tl.static_range(K // 32):
-        if IS_PER_CHANNEL:
-            p_oldest = p_g + oldest * (HV * K) + c * 32 + o_k
-            g_oldest = tl.load(p_oldest, mask=(count > 0) & (o_k >= 0), other=0)
-            decay = decay + (_exact_decay(since[c] + g_oldest)[None, :],)
-        else:
-            g_oldest = tl.load(p_g + oldest * HV, mask=count > 0, other=0)
-            decay = decay + (_exact_decay(since[c] + g_oldest),)
-    # no deeper than this: its buffers must not outgrow those that every row needs
-    stages: tl.constexpr = 2 if STAGES > 3 else 1
-    for i_block in tl.range(0, BLOCKS, num_stages=stages):
-        o_v = (i_run * BLOCKS + i_block) * BV + tl.arange(0, BV)
-        d = ()
+        parts = ()
+        later = o_k * 0.0
         for i in tl.static_range((MOST + 15) // 16):
-            m_live = i * 16 + tl.arange(0, 16) < count
-            d = d + (tl.load(p_d[i] + o_v[:, None], mask=m_live[None, :], other=0),)
-        for c in tl.static_range(K // 32):
-            o_state = i_head * (V * K) + o_v[:, None] * K + (c * 32 + o_k)[None, :]
-            state = tl.load(checkpoint + read_row * (HV * V * K) + o_state).to(tl.float32)
+            r = i * 16 + tl.arange(0, 16)
+            entry = tl.load(entries + count - 1 - r, mask=r < count, other=0)
+            p_keys = k_ring + ((entry * H + i_key_head) * K + c * 32)[:, None] + o_k[None, :]
+            keys = tl.load(p_keys, mask=(r < count)[:, None], other=0).to(tl.float32)
+            if IS_PER_CHANNEL:
+                m_newer = (r < count) & (r > 0)
+                newer = tl.load(entries + count - r, mask=m_newer, other=0)
+                p_newer = p_g + (newer * (HV * K) + c * 32)[:, None] + o_k[None, :]
+                g_newer = tl.load(p_newer, mask=m_newer[:, None], other=0)
+                keys *= _decay(tl.cumsum(g_newer, 0) + later[None, :])
+                later += tl.sum(g_newer, 0)
+            parts = parts + (keys * weights[i][:, None],)
+        if IS_PER_CHANNEL:
+            m_oldest = (count > 0) & (o_k >= 0)
+            g_oldest = tl.load(p_oldest + c * 32 + o_k, mask=m_oldest, other=0)
+            decay = _exact_decay(later + g_oldest)[None, :]
+        for i_block in tl.range(0, BLOCKS, num_stages=1):
+            o_v = (i_run * BLOCKS + i_block) * BV + tl.arange(0, BV)
+            o_state = o_v[:, None] * K + (c * 32 + o_k)[None, :]
+            state = tl.load(p_read + o_state).to(tl.float32)
             added = tl.zeros([BV, 32], tl.float32)
             for i in tl.static_range((MOST + 15) // 16):
-                part = weighted[i * (K // 32) + c]
-                added = _dot(d[i], part, added, SPLIT_A=True, SPLIT_B=True)
-            p_out = checkpoint + out_row * (HV * V * K) + o_state
-            tl.store(p_out, (state * decay[c] + added).to(checkpoint.dtype.element_ty))
+                r = i * 16 + tl.arange(0, 16)
+                entry = tl.load(entries + count - 1 - r, mask=r < count, other=0)
+                p_d = d_ring + ((entry * HV + i_head) * V)[None, :] + o_v[:, None]
+                d = tl.load(p_d, mask=(r < count)[None, :], other=0)
+                added = _dot(d, parts[i], added, SPLIT_A=True, SPLIT_B=True)
+            tl.store(p_out + o_state, (state * decay + added).to(checkpoint.dtype.element_ty))
 
 
 @triton.jit
@@ -182,7 +179,6 @@ def _start(
     V: tl.constexpr,
     BV: tl.constexpr,
     BLOCKS: tl.constexpr,
-    STAGES: tl.constexpr,
     IS_PER_CHANNEL: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
@@ -202,11 +198,12 @@ def _start(
         read_row = row
         row = tl.load(fold_rows + i_row)
         # a step of at most L tokens passes one multiple of L
+        FOLD_V: tl.constexpr = 32 if BV > 32 else BV
         most: tl.constexpr = N - W + 1 if W <= N - W + 1 else N
         _fold(
             checkpoint, d_ring, k_ring, g_ring, entries, num_folded, read_row, row,
             i_head, i_head // (HV // H), i_run, eps,
-            most, H, HV, K, V, BV, BLOCKS, STAGES, IS_PER_CHANNEL, HAS_NORM,
+            most, H, HV, K, V, FOLD_V, BV * BLOCKS // FOLD_V, IS_PER_CHANNEL, HAS_NORM,
         )  # fmt: skip
         # other threads of the program read what this one has stored
         tl.debug_barrier()
@@ -236,6 +233,14 @@ def _store_inputs(
     if i_head % (HV // H) == 0:
         key = tl.load(p_key + o_k).to(k_ring.dtype.element_ty)
         tl.store(k_ring + (entry * H + i_key_head) * K + o_k, key)
+
+
+@triton.jit
+def _lane_sums(products, LANES: tl.constexpr):
+    """Add up the channels that one thread holds of each row: [R, C] to [R, LANES]."""
+    return tl.sum(
+        tl.reshape(products, [products.shape[0], LANES, products.shape[1] // LANES]), axis=2
+    )
 
 
 @triton.jit(do_not_specialize=["zero_entry"])
@@ -270,102 +275,81 @@ def _replay_decode_kernel(
     V: tl.constexpr,
     BV: tl.constexpr,
     BLOCKS: tl.constexpr,  # of BV channels in a program's run
-    STAGES: tl.constexpr,  # of them in flight
-    KB: tl.constexpr,
+    KB: tl.constexpr,  # key channels of a tile: four 16-byte loads of state
     IS_PER_CHANNEL: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
     """A window of one token: two vectors, so plain fp32 sums.
 
-    A block is a tuple of [BV, KB] tiles, KB being what 8 threads load at 16 bytes each: sums over
-    K are then taken within a thread, and at the end over 8 lanes, not 32. Vectors are tuples of
-    [KB] loaded where they are used, without passing through shared memory.
+    A block is read as [BV, KB] tiles, one after the other; 4 threads share a row of a tile, and
+    sums over K are taken within a thread until all tiles are in. Normal lengths, scale and, for one
+    decay per head, the decay are factors of the sums.
     """
     i_head, i_row = tl.program_id(0) // (V // BV // BLOCKS), tl.program_id(1).to(tl.int64)
     i_run, i_key_head = tl.program_id(0) % (V // BV // BLOCKS), i_head // (HV // H)
     entries = ring_read + i_row * N
     o_k = tl.arange(0, KB)
+    CHUNKS: tl.constexpr = (N + 6) // 8
     if N == 1:
         # L = 1: the state takes in its one entry where it is read anyway
         row = tl.load(read_rows + i_row)
         fold_row = tl.load(fold_rows + i_row)
         is_folding = tl.load(fold_mask + i_row) != 0
         folded = tl.load(entries)
-        p_folded = k_ring + (folded * H + i_key_head) * K + o_k
-        squares = o_k * 0.0
-        for c in tl.static_range(K // KB):
-            folded_key = tl.load(p_folded + c * KB).to(tl.float32)
-            squares += folded_key * folded_key
+        p_folded_key = k_ring + (folded * H + i_key_head) * K
+        p_folded_g = g_ring + (folded * HV + i_head) * (K if IS_PER_CHANNEL else 1)
         folded_scale = 1.0
         if HAS_NORM:
-            folded_scale = tl.rsqrt(tl.sum(squares) + eps)
-        p_folded_g = g_ring + (folded * HV + i_head) * (K if IS_PER_CHANNEL else 1)
-        folded_keys = ()
-        folded_decay = ()
-        for c in tl.static_range(K // KB):
-            folded_key = tl.load(p_folded + c * KB).to(tl.float32) * folded_scale
-            folded_keys = folded_keys + (folded_key,)
-            if IS_PER_CHANNEL:
-                folded_decay = folded_decay + (_exact_decay(tl.load(p_folded_g + c * KB + o_k)),)
-            else:
-                folded_decay = folded_decay + (_exact_decay(tl.load(p_folded_g)),)
+            whole_key = tl.load(p_folded_key + tl.arange(0, K)).to(tl.float32)
+            folded_scale = tl.rsqrt(tl.sum(whole_key * whole_key) + eps)
+        p_folded_d = d_ring + (folded * HV + i_head) * V
+        p_fold = checkpoint + fold_row * (HV * V * K) + i_head * (V * K)
+        if not IS_PER_CHANNEL:
+            folded_decay = tl.where(is_folding, _exact_decay(tl.load(p_folded_g)), 1.0)
     else:
         num_ring, num_folded, row = _start(
             checkpoint, d_ring, k_ring, g_ring, ring_read, fold_mask, read_rows, fold_rows,
             i_row, i_head, i_run, zero_entry, eps,
-            N, 1, H, HV, K, V, BV, BLOCKS, STAGES, IS_PER_CHANNEL, HAS_NORM,
+            N, 1, H, HV, K, V, BV, BLOCKS, IS_PER_CHANNEL, HAS_NORM,
         )  # fmt: skip
         num_live = num_ring - num_folded
 
     p_key = k + i_row * k_stride + i_key_head * K
     p_query = q + i_row * q_stride + i_key_head * K
     p_g = log_decay + i_row * g_stride + i_head * (K if IS_PER_CHANNEL else 1)
-    raw_keys = ()
-    raw_queries = ()
     key_squares = o_k * 0.0
     query_squares = o_k * 0.0
     products = o_k * 0.0
+    since = ()
     for c in tl.static_range(K // KB):
         key = tl.load(p_key + c * KB + o_k).to(tl.float32)
         query = tl.load(p_query + c * KB + o_k).to(tl.float32)
         key_squares += key * key
         query_squares += query * query
         products += key * query
-        raw_keys = raw_keys + (key,)
-        raw_queries = raw_queries + (query,)
+        if IS_PER_CHANNEL:
+            since = since + (tl.load(p_g + c * KB + o_k),)
     key_scale, query_scale = 1.0, scale
     if HAS_NORM:
         key_scale = tl.rsqrt(tl.sum(key_squares) + eps)
         query_scale *= tl.rsqrt(tl.sum(query_squares) + eps)
     own_score = tl.sum(products) * (key_scale * query_scale)
-    keys = ()
-    queries = ()
-    since = ()
-    for c in tl.static_range(K // KB):
-        key, query = raw_keys[c] * key_scale, raw_queries[c] * query_scale
-        if IS_PER_CHANNEL:
-            decay = _decay(tl.load(p_g + c * KB + o_k))
-            key *= decay
-            query *= decay
-            since = since + (o_k * 0.0,)
-        keys = keys + (key,)
-        queries = queries + (query,)
     if not IS_PER_CHANNEL:
         since = (tl.load(p_g),)
 
-    # scores of 16 ring entries at a time, the newest first
-    p_d = ()
+    # scores of the live entries, the newest first, eight at a time
     key_scores = ()
     query_scores = ()
-    for i in tl.static_range((N + 14) // 16):
-        r = i * 16 + tl.arange(0, 16)
+    p_d = ()
+    for i in tl.static_range(CHUNKS):
+        r = i * 8 + tl.arange(0, 8)
         m_newer = (r < num_live) & (r > 0)
         entry = tl.load(entries + num_ring - 1 - r, mask=r < num_live, other=0)
         newer = tl.load(entries + num_ring - r, mask=m_newer, other=0)
         p_keys = k_ring + ((entry * H + i_key_head) * K)[:, None] + o_k[None, :]
-        squares = tl.zeros([16, KB], tl.float32)
-        key_score = tl.zeros([16, KB], tl.float32)
-        query_score = tl.zeros([16, KB], tl.float32)
+        squares = tl.zeros([8, KB], tl.float32)
+        key_score = tl.zeros([8, KB], tl.float32)
+        query_score = tl.zeros([8, KB], tl.float32)
         later = ()
         for c in tl.static_range(K // KB):
             ring_key = tl.load(p_keys + c * KB, mask=(r < num_live)[:, None], other=0)
@@ -376,9 +360,11 @@ def _replay_decode_kernel(
                 g = tl.load(p_newer, mask=m_newer[:, None], other=0)
                 ring_key *= _decay(tl.cumsum(g, 0) + since[c][None, :])
                 later = later + (since[c] + tl.sum(g, 0),)
-            key_score += ring_key * keys[c][None, :]
-            query_score += ring_key * queries[c][None, :]
-        weight = tl.full([16], 1.0, tl.float32)
+            key = tl.load(p_key + c * KB + o_k).to(tl.float32)
+            query = tl.load(p_query + c * KB + o_k).to(tl.float32)
+            key_score += ring_key * key[None, :]
+            query_score += ring_key * query[None, :]
+        weight = tl.full([8], 1.0, tl.float32)
         if HAS_NORM:
             weight = tl.rsqrt(tl.sum(squares, 1) + eps)
         if not IS_PER_CHANNEL:
@@ -387,55 +373,65 @@ def _replay_decode_kernel(
             later = (since[0] + tl.sum(g_newer, 0),)
         since = later
         weight = tl.where(r < num_live, weight, 0.0)
-        key_scores = key_scores + (tl.sum(key_score, 1) * weight,)
-        query_scores = query_scores + (tl.sum(query_score, 1) * weight,)
+        key_scores = key_scores + (tl.sum(key_score, 1) * weight * key_scale,)
+        query_scores = query_scores + (tl.sum(query_score, 1) * weight * query_scale,)
         p_d = p_d + (d_ring + (entry * HV + i_head) * V,)
 
     # each entry met its newer neighbour's decay; the oldest one's own is left for the state
-    state_keys = keys
-    state_queries = queries
+    decay = ()
+    key_decay = key_scale
+    query_decay = query_scale
     if N > 1:
         oldest = tl.load(entries + num_folded, mask=num_live > 0, other=0)
-        if IS_PER_CHANNEL:
-            state_keys = ()
-            state_queries = ()
-            for c in tl.static_range(K // KB):
-                p_oldest = g_ring + (oldest * HV + i_head) * K + c * KB + o_k
-                g_oldest = tl.load(p_oldest, mask=(num_live > 0) & (o_k >= 0), other=0)
-                state_keys = state_keys + (keys[c] * _decay(since[c] + g_oldest),)
-                state_queries = state_queries + (queries[c] * _decay(since[c] + g_oldest),)
-        else:
-            g_oldest = tl.load(g_ring + oldest * HV + i_head, mask=num_live > 0, other=0)
-            since = (since[0] + g_oldest,)
-    decay = 1.0
-    if not IS_PER_CHANNEL:
-        decay = _decay(since[0])
+        p_oldest = g_ring + (oldest * HV + i_head) * (K if IS_PER_CHANNEL else 1)
+    if IS_PER_CHANNEL:
+        for c in tl.static_range(K // KB):
+            total = since[c]
+            if N > 1:
+                m_oldest = (num_live > 0) & (o_k >= 0)
+                total += tl.load(p_oldest + c * KB + o_k, mask=m_oldest, other=0)
+            decay = decay + (_decay(total),)
+    else:
+        total = since[0]
+        if N > 1:
+            total += tl.load(p_oldest, mask=num_live > 0, other=0)
+        key_decay = key_scale * _decay(total)
+        query_decay = query_scale * _decay(total)
 
     b_beta = tl.load(beta + i_row * beta_stride + i_head).to(tl.float32)
     written = tl.load(ring_write + i_row)
     p_state = checkpoint + row * (HV * V * K) + i_head * (V * K)
-    for i_block in tl.range(0, BLOCKS, num_stages=STAGES):
+    for i_block in tl.range(0, BLOCKS, num_stages=1):
         o_v = (i_run * BLOCKS + i_block) * BV + tl.arange(0, BV)
-        key_sum = tl.zeros([BV, KB], tl.float32)
-        query_sum = tl.zeros([BV, KB], tl.float32)
+        key_sum = tl.zeros([BV, 4], tl.float32)
+        query_sum = tl.zeros([BV, 4], tl.float32)
         if N == 1:
-            p_d_folded = d_ring + (folded * HV + i_head) * V + o_v
-            d_folded = tl.load(p_d_folded, mask=is_folding & (o_v >= 0), other=0)
+            d_folded = tl.load(p_folded_d + o_v, mask=is_folding & (o_v >= 0), other=0)
+            d_folded *= folded_scale
         for c in tl.static_range(K // KB):
             o_tile = o_v[:, None] * K + (c * KB + o_k)[None, :]
             state = tl.load(p_state + o_tile).to(tl.float32)
             if N == 1:
-                state *= tl.where(is_folding, folded_decay[c], 1.0)
-                state += d_folded[:, None] * folded_keys[c][None, :]
-                p_fold = checkpoint + fold_row * (HV * V * K) + i_head * (V * K) + o_tile
+                folded_key = tl.load(p_folded_key + c * KB + o_k).to(tl.float32)
+                if IS_PER_CHANNEL:
+                    g_folded = _exact_decay(tl.load(p_folded_g + c * KB + o_k))
+                    state *= tl.where(is_folding, g_folded, 1.0)[None, :]
+                else:
+                    state *= folded_decay
+                state += d_folded[:, None] * folded_key[None, :]
                 is_stored = is_folding & (o_tile >= 0)
-                tl.store(p_fold, state.to(checkpoint.dtype.element_ty), mask=is_stored)
-            key_sum += state * state_keys[c][None, :]
-            query_sum += state * state_queries[c][None, :]
-        past_key = tl.sum(key_sum, 1) * decay
-        past_query = tl.sum(query_sum, 1) * decay
-        for i in tl.static_range((N + 14) // 16):
-            m_live = i * 16 + tl.arange(0, 16) < num_live
+                tl.store(p_fold + o_tile, state.to(checkpoint.dtype.element_ty), mask=is_stored)
+            key = tl.load(p_key + c * KB + o_k).to(tl.float32)
+            query = tl.load(p_query + c * KB + o_k).to(tl.float32)
+            if IS_PER_CHANNEL:
+                key *= decay[c]
+                query *= decay[c]
+            key_sum += _lane_sums(state * key[None, :], 4)
+            query_sum += _lane_sums(state * query[None, :], 4)
+        past_key = tl.sum(key_sum, 1) * key_decay
+        past_query = tl.sum(query_sum, 1) * query_decay
+        for i in tl.static_range(CHUNKS):
+            m_live = i * 8 + tl.arange(0, 8) < num_live
             ring_d = tl.load(p_d[i][:, None] + o_v[None, :], mask=m_live[:, None], other=0)
             past_key += tl.sum(ring_d * key_scores[i][:, None], 0)
             past_query += tl.sum(ring_d * query_scores[i][:, None], 0)
@@ -448,6 +444,28 @@ def _replay_decode_kernel(
         _store_inputs(
             p_key, p_g, written, k_ring, g_ring, i_head, i_key_head, H, HV, K, IS_PER_CHANNEL
         )
+
+
+@triton.jit
+def _cut(x):
+    """Return x cut, not rounded, to 11 bits: the rest then has its sign, and 21 bits meet."""
+    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _aligned(x, IS_DIRECT: tl.constexpr):
+    """Reorder columns so that what a thread has loaded is what it feeds to the matrix units.
+
+    Thread t of the four that share a row has loaded 16 bytes in sequence; the compiler feeds pairs,
+    (2t, 2t + 1), (2t + 8, 2t + 9), ..., where an operand comes from bf16. A product over columns
+    does not mind their order, so both of its sides are reordered.
+    """
+    if IS_DIRECT:
+        rows: tl.constexpr = x.shape[0]
+        columns: tl.constexpr = x.shape[1]
+        x = tl.permute(tl.reshape(x, [rows, 4, columns // 8, 2]), [0, 2, 1, 3])
+        x = tl.reshape(x, [rows, columns])
+    return x
 
 
 @triton.jit(do_not_specialize=["zero_entry"])
@@ -491,6 +509,7 @@ def _replay_window_kernel(
     BLOCKS: tl.constexpr,  # of BV channels in a program's run
     STAGES: tl.constexpr,  # of them in flight
     KB: tl.constexpr,  # key channels of a tile
+    IS_DIRECT: tl.constexpr,  # one warp, KB of four 16-byte loads of state
     IS_PER_CHANNEL: tl.constexpr,
     HAS_NORM: tl.constexpr,
     SPLIT_X: tl.constexpr,
@@ -508,11 +527,14 @@ def _replay_window_kernel(
     num_ring, num_folded, row = _start(
         checkpoint, d_ring, k_ring, g_ring, ring_read, fold_mask, read_rows, fold_rows,
         i_row, i_head, i_run, zero_entry, eps,
-        N, W, H, HV, K, V, BV, BLOCKS, STAGES, IS_PER_CHANNEL, HAS_NORM,
+        N, W, H, HV, K, V, BV, BLOCKS, IS_PER_CHANNEL, HAS_NORM,
     )  # fmt: skip
     entries = ring_read + i_row * N
     num_live = num_ring - num_folded
     o_k = tl.arange(0, KB)
+    if IS_DIRECT:
+        # all tiles spread over threads as the state's
+        o_k = tl.max_contiguous(o_k, KB // 4)
     o_x = tl.arange(0, 2 * HALF)
     node = o_x % HALF
     m_key = o_x < W
@@ -567,12 +589,17 @@ def _replay_window_kernel(
         to_column = tl.sum(tl.where(o_x[:, None] <= node[None, :], g[:, None], 0.0), 0)
         to_row = tl.sum(tl.where(o_x[None, :] <= o_x[:, None], g[None, :], 0.0), 1)
         for c in tl.static_range(K // KB):
-            weights = _dot(x[c], tl.trans(x[c]), weights, SPLIT_X, SPLIT_X)
+            aligned = _aligned(x[c], IS_DIRECT)
+            weights = _dot(aligned, tl.trans(aligned), weights, SPLIT_X, SPLIT_X)
         exponent = tl.where(m_from, to_column[None, :] - to_row[:, None], float("-inf"))
         weights *= _decay(exponent)
         column *= _decay(to_column)
         decayed_x = x
     weights *= x_scale[:, None] * (tl.where(m_key, -b_beta, 1.0) * x_scale)[None, :]
+    to_later = ()
+    if IS_DIRECT:
+        for j in tl.static_range(W):
+            to_later = to_later + (tl.sum(tl.where(o_x[:, None] == j, weights, 0.0), 0),)
 
     # scores of the ring entries, the newest first; each meets its newer neighbour's decay, and
     # the oldest one's own is left for the state
@@ -604,7 +631,10 @@ def _replay_window_kernel(
                 state_x = state_x + (decayed_x[c] * past[None, :],)
             else:
                 state_x = state_x + (x[c],)
-            scores = _dot(ring_keys, tl.trans(decayed_x[c]), scores, SPLIT_X, SPLIT_X)
+            scores = _dot(
+                _aligned(ring_keys, IS_DIRECT), tl.trans(_aligned(decayed_x[c], IS_DIRECT)),
+                scores, SPLIT_X, SPLIT_X,
+            )  # fmt: skip
         weight = tl.where(m_live, 1.0, 0.0)
         if HAS_NORM:
             weight *= tl.rsqrt(tl.where(m_live, tl.sum(ring_squares, 1) + eps, 1.0))
@@ -622,7 +652,13 @@ def _replay_window_kernel(
         y = tl.zeros([BV, 2 * HALF], tl.float32)
         for c in tl.static_range(K // KB):
             state = tl.load(p_state + o_v[:, None] * K + (c * KB + o_k)[None, :]).to(tl.float32)
-            y = _dot(state, tl.trans(state_x[c]), y, SPLIT_STATE, SPLIT_X)
+            state = _aligned(state, IS_DIRECT)
+            right = tl.trans(_aligned(state_x[c], IS_DIRECT))
+            if SPLIT_STATE:
+                state_head = _cut(state)
+                y = _dot(state - state_head, right, y, SPLIT_A=False, SPLIT_B=False)
+                state = state_head
+            y = _dot(state, right, y, SPLIT_A=False, SPLIT_B=SPLIT_X)
         y *= state_column[None, :]
         if N > W:
             ring_d = tl.load(p_d + o_v[:, None], mask=m_live[None, :], other=0)
@@ -631,9 +667,13 @@ def _replay_window_kernel(
         value = tl.load(p_value + (node * v_token_stride)[None, :], mask=m_key[None, :], other=0)
         y = tl.where(m_key[None, :], b_beta[None, :] * (value.to(tl.float32) - y), y)
         for j in tl.static_range(W):
-            to_later = tl.sum(tl.where(o_x[:, None] == j, weights, 0.0), 0)
+            if IS_DIRECT:
+                later = to_later[j]
+            else:
+                # a wide window has no registers to keep them
+                later = tl.sum(tl.where(o_x[:, None] == j, weights, 0.0), 0)
             d = tl.sum(tl.where(o_x[None, :] == j, y, 0.0), 1)
-            y += d[:, None] * to_later[None, :]
+            y += d[:, None] * later[None, :]
         p_out = out + ((i_row * W + node) * (HV * V) + i_head * V)[None, :] + o_v[:, None]
         tl.store(p_out, y.to(out.dtype.element_ty), mask=m_query[None, :])
         p_written = d_ring + ((written * HV + i_head) * V)[None, :] + o_v[:, None]
@@ -675,5 +715,5 @@ def _materialize_kernel(
         checkpoint, d_ring, k_ring, g_ring, ring_read + i_row * N,
         tl.sum(is_wanted.to(tl.int32)), tl.load(read_rows + i_row), tl.load(out_rows + i_row),
         i_head, i_head // (HV // H), tl.program_id(0) % (V // BV), eps,
-        N, H, HV, K, V, BV, 1, 1, IS_PER_CHANNEL, HAS_NORM,
+        N, H, HV, K, V, BV, 1, IS_PER_CHANNEL, HAS_NORM,
     )  # fmt: skip

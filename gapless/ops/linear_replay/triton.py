@@ -84,7 +84,7 @@ def replay_window(
 
     Arguments may be views whose last two axes are contiguous; others are copied. `launch` defaults
     to the tuned one. The read-outs of one token are fp32 products; folds run on matrix units with
-    23 bits, and so do the read-outs of a wider window, or with 11 (TF32) if not `is_exact`.
+    23 bits, and the read-outs of a wider window with 21, or with 11 (TF32) if not `is_exact`.
     """
     rows, width, key_heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
@@ -112,15 +112,16 @@ def replay_window(
     settings = {
         "N": num_replayed, "H": key_heads, "HV": value_heads, "K": key_dim, "V": value_dim,
         "BV": launch.block_v, "BLOCKS": launch.run_v // launch.block_v,
-        "STAGES": launch.num_stages, "IS_PER_CHANNEL": is_per_channel,
+        "IS_PER_CHANNEL": is_per_channel,
         "HAS_NORM": l2norm_eps is not None, "num_warps": launch.num_warps, "num_stages": 1,
         "maxnreg": launch.max_registers,
     }  # fmt: skip
     grid = (value_heads * (value_dim // launch.run_v), rows)
+    # four threads read a row of a tile, 16 bytes each
+    tile = 64 // state.element_size()
     if width == 1:
         strides = [x.stride(0) for x in inputs]
-        run = 128 // state.element_size()
-        _replay_decode_kernel[grid](*tensors, *strides, *numbers, **settings, KB=run)
+        _replay_decode_kernel[grid](*tensors, *strides, *numbers, **settings, KB=tile)
         return out
     strides = [stride for x in inputs for stride in x.stride()[:2]]
     _replay_window_kernel[grid](
@@ -130,7 +131,9 @@ def replay_window(
         **settings,
         W=width,
         HALF=max(4, 1 << (width - 1).bit_length()),
-        KB=32,
+        STAGES=launch.num_stages,
+        KB=tile if launch.num_warps == 1 else 32,
+        IS_DIRECT=launch.num_warps == 1,
         SPLIT_X=is_exact and (is_per_channel or q.dtype is torch.float32),
         SPLIT_STATE=is_exact and state.dtype is torch.float32,
         SPLIT_D=is_exact,

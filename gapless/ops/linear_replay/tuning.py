@@ -5,7 +5,7 @@ Chosen with `python -m benchmarks.gpu.linear_replay --sweep`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -16,43 +16,52 @@ class Launch:
     """BV: value channels read at a time."""
     run_v: int
     """Value channels of a program, a multiple of block_v."""
-    num_stages: int
-    """Blocks of a run in flight; 1 for a run of one block."""
-    num_warps: int = 4
+    num_warps: int = 1
+    """With one, nothing waits for other warps, and no state passes through shared memory."""
     max_registers: int | None = None
     """Most registers of a thread, None for the compiler's choice."""
+    num_stages: int = 1
+    """Blocks of a run in flight through shared memory, in a window of several warps."""
 
     def clipped(self, value_dim: int) -> Launch:
         """Return the same for heads of at most `value_dim` channels."""
         block_v, run_v = min(self.block_v, value_dim), min(self.run_v, value_dim)
-        return Launch(block_v, run_v, self.num_stages, self.num_warps, self.max_registers)
+        return replace(self, block_v=block_v, run_v=run_v)
 
 
 # upper ends of the row buckets; the last bucket is open
 MAX_ROWS = (2, 16)
 
+_WIDE_SHARED = (Launch(32, 64, 2, None, 2), Launch(32, 128, 2, None, 3))
+_WIDE_OWN = (Launch(64, 128, 4, None, 2), Launch(64, 128, 4, None, 2))
 # (kernel, is_per_channel, bytes of a state element) -> a launch per row bucket
 TABLE: dict[tuple[str, bool, int], tuple[Launch, Launch, Launch]] = {
-    ("packed", False, 4): (Launch(16, 16, 1), Launch(32, 32, 1), Launch(32, 32, 1)),
-    ("packed", False, 2): (Launch(16, 16, 1), Launch(32, 32, 1), Launch(64, 64, 1)),
-    ("packed", True, 4): (Launch(16, 16, 1), Launch(32, 32, 1), Launch(32, 32, 1)),
-    ("packed", True, 2): (Launch(16, 16, 1), Launch(32, 32, 1), Launch(64, 64, 1)),
-    ("decode", False, 4): (Launch(16, 16, 1), Launch(32, 32, 1), Launch(32, 128, 4)),
-    ("decode", False, 2): (Launch(16, 16, 1), Launch(32, 32, 1), Launch(32, 128, 4)),
-    ("decode", True, 4): (Launch(16, 16, 1), Launch(32, 32, 1), Launch(32, 128, 4)),
-    ("decode", True, 2): (Launch(16, 16, 1), Launch(32, 32, 1), Launch(32, 128, 4)),
-    ("window", False, 4): (Launch(32, 32, 1), Launch(32, 64, 2, 2), Launch(32, 128, 3, 2)),
-    ("window", False, 2): (Launch(32, 32, 1), Launch(32, 64, 2, 2), Launch(32, 128, 3, 2)),
-    ("window", True, 4): (Launch(32, 32, 1), Launch(64, 128, 2), Launch(64, 128, 2)),
-    ("window", True, 2): (Launch(32, 32, 1), Launch(64, 128, 2), Launch(64, 128, 2)),
+    ("packed", False, 4): (Launch(16, 16), Launch(64, 64), Launch(64, 128)),
+    ("packed", False, 2): (Launch(16, 16), Launch(64, 64), Launch(64, 128)),
+    ("packed", True, 4): (Launch(16, 16), Launch(64, 64), Launch(64, 128)),
+    ("packed", True, 2): (Launch(16, 16), Launch(64, 64), Launch(64, 128)),
+    ("decode", False, 4): (Launch(16, 16), Launch(32, 32), Launch(64, 128, 1, 128)),
+    ("decode", False, 2): (Launch(16, 16), Launch(32, 32), Launch(64, 128, 1, 128)),
+    ("decode", True, 4): (Launch(16, 16), Launch(64, 64), Launch(64, 128, 1, 128)),
+    ("decode", True, 2): (Launch(16, 16), Launch(64, 64), Launch(64, 128, 1, 128)),
+    ("window", False, 4): (Launch(16, 16), Launch(32, 64), Launch(32, 128, 1, 168)),
+    ("window", False, 2): (Launch(16, 16), Launch(32, 64), Launch(32, 128, 1, 168)),
+    ("window", True, 4): (Launch(16, 16), Launch(64, 64), Launch(32, 128, 1, 168)),
+    ("window", True, 2): (Launch(16, 16), Launch(64, 64), Launch(32, 128, 1, 168)),
+    ("wide", False, 4): (Launch(32, 32, 4), *_WIDE_SHARED),
+    ("wide", False, 2): (Launch(32, 32, 4), *_WIDE_SHARED),
+    ("wide", True, 4): (Launch(32, 32, 4), *_WIDE_OWN),
+    ("wide", True, 2): (Launch(32, 32, 4), *_WIDE_OWN),
 }
-MATERIALIZE = Launch(32, 32, 1)
+MATERIALIZE = Launch(32, 32, 4)
+# most tokens of a window that one warp holds
+MAX_NARROW = 4
 
 
 def kernel_of(width: int, num_replayed: int) -> str:
     """Return which kernel serves windows of `width` with N = `num_replayed`."""
     if width > 1:
-        return "window"
+        return "window" if width <= MAX_NARROW else "wide"
     return "packed" if num_replayed == 1 else "decode"
 
 

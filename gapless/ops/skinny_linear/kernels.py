@@ -4,8 +4,9 @@ With few rows of x a product is as fast as its weight is read, so what counts is
 in flight. The *vector* kernel keeps them in registers, one or more weight rows per warp. The
 *matrix* kernel keeps them in shared memory, some iterations ahead, and feeds matrix units, whose
 padding costs nothing here; its warps share out the columns of an iteration, so that few rows of
-the weight make a program and no partial sum leaves it. There a row of x adds up in the same order
-however many others there are; in the vector kernel that may differ between numbers of rows.
+the weight make a program and no partial sum leaves it. The *wide* kernel does that without slices,
+its warps share out the weight's rows. In these two a row of x adds up in the same order however
+many others there are; in the vector kernel that may differ between numbers of rows.
 
 An *early* launch starts while the kernel before it still runs, asks for the first columns of its
 weight rows, and waits for that kernel before it reads anything. The request ends in the L2 cache,
@@ -131,3 +132,47 @@ def _skinny_matrix_kernel(
     p_out = out + o_m.to(tl.int64)[None, :] * N + o_n[:, None]
     mask = (o_m < num_rows)[None, :] & (o_n < N)[:, None]
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "N"])
+def _skinny_wide_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    num_rows,
+    stride_x,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+):
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if IS_EARLY:
+        _await_inputs(weight, o_n, N, K)
+    o_m = tl.arange(0, BLOCK_M)
+    o_w = tl.arange(0, BLOCK_K)[None, :]
+    o_x = tl.arange(0, BLOCK_K)[:, None]
+    m_n = (o_n < N)[:, None]
+    m_m = (o_m < num_rows)[None, :]
+    p_w = weight + o_n.to(tl.int64)[:, None] * K + o_w
+    p_x = x + o_m.to(tl.int64)[None, :] * stride_x + o_x
+    b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for i_k in range(0, K, BLOCK_K):
+        m_w = m_n
+        m_x = m_m
+        if HAS_TAIL:
+            m_w = m_n & (i_k + o_w < K)
+            m_x = m_m & (i_k + o_x < K)
+        b_w = tl.load(p_w + i_k, mask=m_w, other=0.0, eviction_policy="evict_first")
+        b_x = tl.load(p_x + i_k, mask=m_x, other=0.0)
+        b_sum = tl.dot(b_w, b_x, b_sum, input_precision=PRECISION)
+    if HAS_BIAS:
+        b_sum += tl.load(bias + o_n, mask=o_n < N, other=0.0).to(tl.float32)[:, None]
+    p_out = out + o_m.to(tl.int64)[None, :] * N + o_n[:, None]
+    tl.store(p_out, b_sum.to(out.dtype.element_ty), mask=m_m & m_n)

@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from gapless.ops.skinny_linear.kernels import _skinny_matrix_kernel, _skinny_vector_kernel
-from gapless.ops.skinny_linear.tuning import IS_EARLY, MAX_ROWS, Vector
+from gapless.ops.skinny_linear.kernels import (
+    _skinny_matrix_kernel,
+    _skinny_vector_kernel,
+    _skinny_wide_kernel,
+)
+from gapless.ops.skinny_linear.tuning import IS_EARLY, MAX_ROWS, Matrix, Vector, bucket_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,10 +43,10 @@ def skinny_linear(
 ) -> Tensor:  # [M, N]
     """See `reference.skinny_linear`. Sums in float32, rounds once.
 
-    No row's bits depend on another's values; with one matrix tile, nor on the number of rows. The
-    vector kernel's work grows with the rows, so it is meant for at most 4. An early launch fetches
-    weights while the kernel before it on the stream ends; devices older than compute capability 9.0
-    have none.
+    No row's bits depend on another's values, nor on the number of rows unless the vector kernel
+    runs. Its work grows with the rows, so it is meant for at most 4. An early launch fetches weights
+    while the kernel before it on the stream ends; devices older than compute capability 9.0 have
+    none.
     """
     reason = unsupported(x, weight)
     assert reason is None, reason
@@ -52,7 +56,8 @@ def skinny_linear(
     assert weight.shape[1] == inner, f"{inner} features for a weight of {weight.shape[1]}"
     out = torch.empty(rows, size, dtype=out_dtype or x.dtype, device=x.device)
     args = (x, weight, weight if bias is None else bias, out, rows, x.stride(0), size, inner)
-    block_m = triton.next_power_of_2(rows)
+    # one kernel for all numbers of rows of a bucket
+    block_m = MAX_ROWS[bucket_of(rows)]
     settings: dict[str, Any] = {
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
@@ -66,15 +71,17 @@ def skinny_linear(
     grid = (triton.cdiv(size, tile.block_n),)
     if isinstance(tile, Vector):
         _skinny_vector_kernel[grid](*args, **settings, BLOCK_M=block_m, STAGES=tile.num_stages)
+        return out
+    settings |= {
+        # the narrowest products of a warp, and of a group of four
+        "BLOCK_M": max(8 if isinstance(tile, Matrix) else 16, block_m),
+        "PRECISION": "ieee" if x.dtype is torch.float32 else "tf32",
+        "num_stages": tile.num_stages,
+    }
+    if isinstance(tile, Matrix):
+        _skinny_matrix_kernel[grid](*args, **settings, SLICES=tile.slices)
     else:
-        _skinny_matrix_kernel[grid](
-            *args,
-            **settings,
-            BLOCK_M=max(8, block_m),  # the narrowest product of the matrix units
-            SLICES=tile.slices,
-            PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
-            num_stages=tile.num_stages,
-        )
+        _skinny_wide_kernel[grid](*args, **settings)
     return out
 
 

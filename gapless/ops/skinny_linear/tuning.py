@@ -52,7 +52,25 @@ class Matrix:
         return self.slices * self.block_k
 
 
-Tile = Vector | Matrix
+@dataclass(frozen=True)
+class Wide:
+    """Settings of the wide kernel."""
+
+    block_n: int
+    """Weight rows of a program; from 64 on a group of four warps multiplies together."""
+    block_k: int
+    """Columns of an iteration."""
+    num_stages: int
+    """Iterations in flight."""
+    num_warps: int = 4
+
+    @property
+    def step(self) -> int:
+        """Columns of an iteration."""
+        return self.block_k
+
+
+Tile = Vector | Matrix | Wide
 
 # whether launches overlap with the end of the kernel before them
 IS_EARLY = False
@@ -64,9 +82,14 @@ MAX_ROWS = (1, 4, 8, 16, 32)
 TABLE: dict[tuple[int, int], tuple[Tile | None, ...]] = {}
 
 
+def bucket_of(rows: int) -> int:
+    """Return the row bucket that `rows` falls in, their number where it falls in none."""
+    return bisect_left(MAX_ROWS, rows)
+
+
 def tile_of(rows: int, size: int, inner: int) -> Tile | None:
     """Return how to multiply `rows` rows by a weight [size, inner], None for the library."""
-    bucket = bisect_left(MAX_ROWS, rows)
+    bucket = bucket_of(rows)
     if rows == 0 or bucket == len(MAX_ROWS):
         return None
     found = TABLE.get((size, inner))
@@ -82,7 +105,9 @@ def guess(rows: int, size: int, inner: int) -> Tile | None:
     if rows > 16:
         return None
     if size * inner < 1 << 22:
-        return Vector(4, 512, 4) if rows <= 4 else None
+        if rows <= 4:
+            return Vector(4, 512, 4, 1 if rows == 1 else 4)
+        return None
     if size < 8192:
         return Matrix(16, 128, 4, 5) if rows <= 8 else None
     return Matrix(32, 64, 4, 5) if rows <= 8 else Matrix(64, 64, 4, 4)
