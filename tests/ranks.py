@@ -66,6 +66,20 @@ KIMI = {
     "moe_renormalize": True, "model_max_length": 512, "layer_types": HYBRID["layer_types"],
     "linear_num_heads": 6, "linear_head_dim": 12, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
+MAMBA = {
+    "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_head": "auto", "mamba_d_state": 12,
+    "mamba_d_conv": 4, "mamba_expand": 2,
+}  # fmt: skip
+NEMOTRON = {
+    "hybrid_override_pattern": "EM*M-", "mamba_num_heads": 6, "mamba_head_dim": 12,
+    "ssm_state_size": 20, "n_groups": 2, "conv_kernel": 4, "use_bias": True,
+    "layer_norm_epsilon": 1e-5, "moe_intermediate_size": 20, "moe_latent_size": 28,
+    "moe_shared_expert_intermediate_size": 36, "topk_group": 2, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+SHORT_CONV = {
+    "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3, "conv_bias": True,
+    "norm_eps": 1e-5, "block_multiple_of": 4, "num_dense_layers": 1, "tie_embedding": False,
+}  # fmt: skip
 FOUR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -85,13 +99,34 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "deepseek_v3", **COMMON, **FULL, **LATENT, **ROUTED, "q_lora_rank": 28
     },
     "kimi_linear": {"model_type": "kimi_linear", **COMMON, **LATENT, **KIMI},
+    "bamba": {
+        "model_type": "bamba", **COMMON, **MAMBA, "attn_layer_indices": [1],
+        "mamba_proj_bias": True,
+    },
+    "falcon_h1": {
+        "model_type": "falcon_h1", **COMMON, **MAMBA, "mamba_d_ssm": 96, "mamba_rms_norm": True,
+        "ssm_multipliers": [0.5, 1.5, 0.7, 1.3, 0.8], "mamba_proj_bias": True,
+    },
+    "granitemoehybrid": {
+        "model_type": "granitemoehybrid", **COMMON, **MAMBA, "layer_types": HYBRID["layer_types"],
+        "num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 28,
+        "attention_multiplier": 0.3,
+    },
+    "nemotron_h": {"model_type": "nemotron_h", **COMMON, **ROUTED, **NEMOTRON},
+    "lfm2": {"model_type": "lfm2", **COMMON, **SHORT_CONV},
+    "lfm2_moe": {"model_type": "lfm2_moe", **COMMON, **EXPERTS, **SHORT_CONV},
     "llama": {
         "model_type": "llama", **COMMON, **FULL, "attention_bias": True,
         "tie_word_embeddings": True,
     },
 }  # fmt: skip
-# whose files hold all experts of a layer in one tensor
-FUSED = {"qwen3_5_moe"}
+# whose files hold all experts of a layer, or two projections, in one tensor
+FUSED = {
+    "qwen3_5_moe": ["mlp.experts.gate_up_proj"],
+    "granitemoehybrid": [
+        "block_sparse_moe.input_linear.weight", "shared_mlp.input_linear.weight"
+    ],
+}  # fmt: skip
 
 
 def write_checkpoint(name: str, directory: Path) -> Path:
@@ -103,9 +138,9 @@ def write_checkpoint(name: str, directory: Path) -> Path:
     spec, place = read_architecture(hf), Placement(torch.device("cpu"), torch.float32)
     model = model_module(hf.model_type).build(spec, place, num_positions=1)
     stored = {
-        f"model.layers.{index}.mlp.experts.gate_up_proj"
+        f"model.layers.{index}.{fused}"
         for index in range(len(spec.layers))
-        if name in FUSED
+        for fused in FUSED.get(name, ())
     }
     targets = model.targets(stored)
     if spec.num_mtp_layers:

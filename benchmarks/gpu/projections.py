@@ -1,6 +1,7 @@
 """Dense products of few rows on a GPU: right first, then how fast beside the library.
 
-    python -m benchmarks.gpu.projections [--check] [--measure] [--sweep] [--output figures.json]
+    python -m benchmarks.gpu.projections [--check] [--sweep] [--measure] [--early]
+        [--only 35b] [--output figures.json]
 
 Checks compare with float64. Times are those of CUDA graphs whose launches take different weights,
 with so many that none is found in the L2 cache. The floor is the weight, x and the output at the
@@ -16,7 +17,8 @@ import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -56,7 +58,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 BOUNDS = {BF16: 2.5e-3, FP32: 1e-5}
 # a kernel of ours is taken where it saves this share of the library's time
 LEAST_GAIN = 0.02
-AFTER_NORM_ROWS = 4
+EARLY_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -105,22 +107,18 @@ MATRICES = (
     Matrix(16, 128, 4, 5),
     Matrix(16, 64, 4, 5),
     Matrix(16, 64, 8, 4),
-    Matrix(16, 128, 8, 3),
     Matrix(16, 256, 2, 4),
     Matrix(32, 64, 4, 5),
     Matrix(32, 128, 4, 3),
     Matrix(32, 128, 2, 4),
     Matrix(64, 64, 4, 4),
     Matrix(64, 32, 4, 5),
-    Matrix(64, 64, 2, 4),
-    Matrix(128, 32, 4, 4),
 )
 
 
 WIDES = (
     Wide(64, 128, 4),
     Wide(64, 64, 6),
-    Wide(64, 256, 3),
     Wide(128, 64, 4),
     Wide(128, 128, 3),
 )
@@ -307,22 +305,28 @@ def _figures(weights: Weights, rows: int, us: float, library_us: float) -> dict[
     }
 
 
-def measure(device: torch.device) -> list[dict[str, Any]]:
-    """Time what the table chooses beside the library; the last rows launch after a norm."""
+def _shapes(only: str) -> list[Shape]:
+    return [shape for shape in SHAPES if shape.name.startswith(only)]
+
+
+def measure(device: torch.device, only: str = "") -> list[dict[str, Any]]:
+    """Time what the table chooses beside the library."""
+    del device
     torch.manual_seed(0)
+    shapes = _shapes(only)
     pinned = {
         (shape, rows): tile_of(rows, shape.size, shape.inner)
-        for shape, rows in product(SHAPES, MAX_ROWS)
+        for shape, rows in product(shapes, MAX_ROWS)
     }
-    jobs = [
-        Job(tile, rows, shape.inner, shape.out_dtype)
-        for (shape, rows), tile in pinned.items()
-        if tile is not None
-    ]
-    compile_all(jobs + [replace(job, is_early=True) for job in jobs])
+    compile_all(
+        [
+            Job(tile, rows, shape.inner, shape.out_dtype)
+            for (shape, rows), tile in pinned.items()
+            if tile is not None
+        ]
+    )
     found = []
-    after_norm = []
-    for shape in SHAPES:
+    for shape in shapes:
         weights = Weights(shape)
         for rows in MAX_ROWS:
             x, tile = draw(rows, shape.inner), pinned[shape, rows]
@@ -330,42 +334,49 @@ def measure(device: torch.device) -> list[dict[str, Any]]:
             us = library_us if tile is None else weights.tile_us(x, tile)
             kernel = "library" if tile is None else str(tile)
             found.append(_figures(weights, rows, us, library_us) | {"kernel": kernel})
-        if shape.out_dtype is BF16 and pinned[shape, AFTER_NORM_ROWS] is not None:
-            after_norm.append(_after_norm(weights, device))
-    return found + after_norm
+    return found
 
 
-def _after_norm(weights: Weights, device: torch.device) -> dict[str, Any]:
+def early(device: torch.device, only: str) -> list[dict[str, Any]]:
     """Time a norm and the product of its output, the latter launched in turn and early."""
-    shape, rows = weights.shape, AFTER_NORM_ROWS
-    tile = tile_of(rows, shape.size, shape.inner)
-    assert tile is not None, "a kernel of ours serves this shape"
-    x, gain = draw(rows, shape.inner), torch.randn(shape.inner, device=device)
+    torch.manual_seed(0)
+    found = []
+    for shape in _shapes(only):
+        tile = tile_of(EARLY_ROWS, shape.size, shape.inner)
+        if tile is None or shape.out_dtype is FP32:
+            continue
+        weights, x = Weights(shape), draw(EARLY_ROWS, shape.inner)
+        gain = torch.randn(shape.inner, device=device)
 
-    def run(weight: Tensor, *, is_early: bool) -> Tensor:
-        normed = norm.rms_norm(x, gain, EPS)
-        return skinny.skinny_linear(normed, weight, None, tile, is_early=is_early)
+        def pair(
+            weight: Tensor, x: Tensor = x, gain: Tensor = gain, tile: Tile = tile,
+            *, is_early: bool,
+        ) -> Tensor:  # fmt: skip
+            normed = norm.rms_norm(x, gain, EPS)
+            return skinny.skinny_linear(normed, weight, None, tile, is_early=is_early)
 
-    return {
-        "name": f"norm, {shape}",
-        "rows": rows,
-        "us": weights.us(lambda weight: run(weight, is_early=False)),
-        "early_us": weights.us(lambda weight: run(weight, is_early=True)),
-        "library_us": weights.us(lambda weight: F.linear(norm.rms_norm(x, gain, EPS), weight)),
-    }
+        runs = {name: partial(pair, is_early=name == "early") for name in ("in turn", "early")}
+        outs = [[run(weight) for weight in weights.each] for run in runs.values()]
+        found.append(
+            {"name": str(shape), "rows": EARLY_ROWS}
+            | {f"us {name}": weights.us(run) for name, run in runs.items()}
+            | {"differing": sum(int((a != b).sum()) for a, b in zip(*outs, strict=True))}
+        )
+    return found
 
 
-def sweep(device: torch.device) -> list[dict[str, Any]]:
+def sweep(device: torch.device, only: str) -> list[dict[str, Any]]:
     """Time all candidates; print the best three of each product, then the table's lines."""
     del device
+    shapes = _shapes(only)
     torch.manual_seed(0)
     started = time.perf_counter()
-    cases = list(product(SHAPES, MAX_ROWS))
+    cases = list(product(shapes, MAX_ROWS))
     compile_all([Job(t, r, s.inner, s.out_dtype) for s, r in cases for t in candidates(s, r)])
     print(f"compiled in {time.perf_counter() - started:.0f} s", flush=True)
     found: list[dict[str, Any]] = []
     lines = []
-    for shape in SHAPES:
+    for shape in shapes:
         weights = Weights(shape)
         best: list[Tile | None] = []
         for rows in MAX_ROWS:
@@ -405,8 +416,9 @@ def _code(tile: Tile | None) -> str:
 def main() -> int:
     """Run what is asked for, print it, and write the file if one is named."""
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("check", "measure", "sweep"):
+    for name in ("check", "sweep", "measure", "early"):
         parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--only", default="", help="shapes whose names begin so")
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
     device = torch.device("cuda")
@@ -419,11 +431,13 @@ def main() -> int:
         for result in wrong:
             print("WRONG", f"{result['error']:.2e}", result["name"], flush=True)
     if asked.sweep:
-        record["sweep"] = sweep(device)
-    if asked.measure:
-        record["figures"] = measure(device)
-    for row in record.get("figures", []):
-        print(" | ".join(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()))
+        record["sweep"] = sweep(device, asked.only)
+    for name, run in (("measure", measure), ("early", early)):
+        if vars(asked)[name]:
+            record[name] = run(device, asked.only)
+            for row in record[name]:
+                parts = (f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values())
+                print(" | ".join(parts), flush=True)
     if asked.output is not None:
         asked.output.write_text(json.dumps(record, indent=1) + "\n")
     return 1 if wrong else 0

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from gapless.core.counters import DecodeCounters
 
 if TYPE_CHECKING:
+    from gapless.core.grammar import GrammarState
     from gapless.core.sampling_params import SamplingParams
 
 
@@ -51,6 +52,8 @@ class Request:
     `params.prompt_logprobs` most likely ones beside it."""
     message_end: int | None = None
     """Prompt tokens before the generation prompt of a chat: where its next turn may branch off."""
+    grammar: GrammarState | None = None
+    """How far the output has come in `params.grammar`; only the engine's own rank has it."""
 
     token_ids: list[int] = field(default_factory=list)
     status: Status = Status.WAITING
@@ -76,6 +79,11 @@ class Request:
     def has_private_prefix(self) -> bool:
         """Whether every token must be run, so that nothing cached can stand for it."""
         return self.wants_prompt_logprobs
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether each step must know the tokens of all before it, since a grammar does."""
+        return self.params.grammar is not None
 
     @property
     def num_output(self) -> int:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+# ruff: noqa: TC001 (annotations are read at run time)
+from gapless.core.grammar import Grammar
 from gapless.errors import InvalidRequest
 
 # stop ids a request may carry, end-of-text ids included: the width of the slot table's column
@@ -61,6 +63,8 @@ class SamplingParams:
     temperature and filters, and those of this many most likely tokens, at most 20."""
     prompt_logprobs: int | None = None
     """The same for each prompt token after the first."""
+    grammar: Grammar | None = None
+    """What the whole output must follow; it ends where that is complete."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -88,6 +92,11 @@ class SamplingParams:
                     f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; "
                     "lower the one or raise the other"
                 )
+        if self.grammar is not None and self.min_tokens:
+            raise InvalidRequest(
+                f"min_tokens={self.min_tokens} with a grammar, which alone decides where its text "
+                "may end; leave out one of them"
+            )
         if self.seed is not None:
             _check_integer("seed", self.seed, low=-(2**63), high=2**63 - 1)
         if any(not isinstance(s, str) or not s for s in self.stop):

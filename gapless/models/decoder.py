@@ -17,6 +17,7 @@ from gapless.models.mixers import NormStyle, make_block, make_mixer
 from gapless.models.scaling import scale_weights
 from gapless.ops.rope import rotary_table
 from gapless.ops.rope.yarn import yarn_table
+from gapless.ops.skinny_linear import skinny_linear
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -151,7 +152,9 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Project `[N, D]` to vocabulary logits `[N, V]`, float32 or more."""
-        logits = self._communicator.all_gather(F.linear(hidden, self._head))
+        logits = self._communicator.all_gather(
+            skinny_linear(hidden, self._head, out_dtype=self._acc_dtype)
+        )
         logits = logits[:, : self.architecture.vocab_size].to(self._acc_dtype)
         scale = self.architecture.logit_scale
         return logits if scale == 1.0 else logits * scale

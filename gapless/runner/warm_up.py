@@ -48,7 +48,7 @@ def _plans(config: Config) -> Iterator[StepPlan]:
     room = config.num_pages * config.page_size - config.max_window
     longest = min(config.chunked_prefill_size, config.max_model_len - 1, room)
     # longest first: that is what kernels are tuned for, where they are
-    known = {min(n, longest) for n in (1, 7, 16, 64, 100, 512, 2048, longest)}
+    known = {min(n, longest) for n in (1, 4, 7, 16, 32, 64, 100, 512, 2048, longest)}
     lengths = sorted(known, reverse=True)
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9)):
         for step, length in enumerate(lengths):

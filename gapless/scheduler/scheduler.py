@@ -134,6 +134,8 @@ class Scheduler:
         # both in order of arrival, and all of `_running` arrived before all of `_waiting`
         self._running: dict[Request, None] = {}
         self._waiting: deque[Request] = deque()
+        # those among both that a grammar constrains
+        self._constrained: set[Request] = set()
         self._unread: deque[StepPlan] = deque()
         # for the next plan: what slots that were given up must save, what admissions copy
         self._saves: list[SlotSave] = []
@@ -196,16 +198,21 @@ class Scheduler:
         error = self._reason_to_refuse(request)
         self._requests[request.request_id] = request
         self._waiting.append(request)
+        if request.is_constrained:
+            self._constrained.add(request)
         return self.finish(request, FinishReason.ERROR, error) if error else None
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step; the caller launches it. None if nothing can run before a commit.
 
-        Retracts the requests admitted last when pages run out.
+        Retracts the requests admitted last when pages run out. A grammar's masks need every token
+        before them, so a batch with constrained rows waits until the step before it is read.
         """
         assert len(self._unread) <= RUN_AHEAD, (
             f"{len(self._unread)} launched steps are unread, at most {RUN_AHEAD} may be"
         )
+        if any(r.status is Status.DECODE and not is_read(r) for r in self._constrained):
+            return None
         self._cache.prefix.begin_step()
         promised = self._promised_tokens()
         page_entries = self._grow_decode_rows(promised)
@@ -321,6 +328,7 @@ class Scheduler:
         assert len(slots) + self._slots.num_free == self._slots.size, "slots were lost"
         assert set(self._requests.values()) == {*self._running, *self._waiting}, "lost requests"
         assert len(self._requests) == len(self._running) + len(self._waiting), "queued twice"
+        assert self._constrained <= set(self._requests.values()), "constrained ones leak"
         assert self._prompt_logprobs.requests <= set(self._requests.values()), "logprobs leak"
         for request in self._running:
             assert request.status in (Status.PREFILL, Status.DECODE), f"{request} runs"
@@ -363,12 +371,16 @@ class Scheduler:
         return promised
 
     def _decode_requests(self, promised: Counter[Request]) -> list[Request]:
-        """Requests that decode, but for those which the host knows to be done by then."""
+        """Requests that decode, but for those which the host knows to be done by then.
+
+        A constrained one sits out the step that samples its first token.
+        """
         return [
             request
             for request in self._running
             if request.status is Status.DECODE
             and len(request.token_ids) + promised[request] < request.limit_len
+            and not (promised[request] and request.is_constrained)
         ]
 
     def _grow_decode_rows(self, promised: Counter[Request]) -> tuple[PageEntry, ...]:
@@ -499,6 +511,7 @@ class Scheduler:
             kept = 0 if reason is FinishReason.ERROR else committed_len(request)
             self._release(request, kept)
         del self._requests[request.request_id]
+        self._constrained.discard(request)
         request.status = Status.FINISHED
         request.finish_reason = reason
 

@@ -22,6 +22,8 @@ from gapless.core.architecture import (
     MlpSpec,
     MoeSpec,
     Recurrence,
+    ShortConvSpec,
+    SsmSpec,
 )
 from gapless.core.footprint import Footprint
 from gapless.core.parallel import check_world_size
@@ -45,7 +47,7 @@ from tests.ranks import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from gapless.engine.load import Recipe
@@ -136,7 +138,7 @@ def whole_of(recipe: Recipe) -> tuple[Runner, list[Tensor]]:
 
 
 def plain_recipe(checkpoint: Path) -> Recipe:
-    linear = "layer_types" in (checkpoint / "config.json").read_text()
+    linear = read_architecture(read_hf_config(checkpoint)).linear_layers
     more = {"linear_replayssm_cache_len": 4} if linear else {}
     return make_recipe(checkpoint, speculative_algorithm="none", page_size=8, **more)
 
@@ -156,7 +158,8 @@ def test_logits_and_state_are_those_of_one_rank(
         # the same bits, so that all sample the same
         assert all(torch.equal(logits, ranks[0]) for logits in ranks)
     # one sum after each mixer and one after each block, whatever that is made of
-    num_sums = 2 * len(whole.device.model.architecture.layers) * len(found)
+    layers = whole.device.model.architecture.layers
+    num_sums = sum((s.mixer is not None) + (s.mlp is not None) for s in layers) * len(found)
     assert [own.num_sums for own in split.ranks.communicators] == [num_sums] * world_size
     for rank, runner in enumerate(split.runners):
         assert_slice_of(whole, runner, rank, world_size)
@@ -165,22 +168,27 @@ def test_logits_and_state_are_those_of_one_rank(
 def assert_slice_of(whole: Runner, part: Runner, rank: int, world_size: int) -> None:
     """Check that a rank's pools hold its part of the whole's, and its slot table all of it."""
     geometry = whole.device.geometry
+    entries = geometry.num_pages * geometry.page_size
+    layers = whole.device.model.architecture.layers
     for spec, all_of_it, own in zip(
-        whole.device.model.architecture.layers,
-        whole.device.memory, part.device.memory, strict=True,
+        [spec for layer in layers for spec in layer.memories],
+        parts(whole.device.memory), parts(part.device.memory), strict=True,
     ):  # fmt: skip
-        if isinstance(spec.mixer, AttentionSpec):
-            entries = geometry.num_pages * geometry.page_size
-            heads = heads_of(spec.mixer, rank, world_size)
+        if isinstance(spec, AttentionSpec):
+            heads = heads_of(spec, rank, world_size)
             assert_near(own[:entries], all_of_it[:entries][:, :, heads])
-        elif isinstance(spec.mixer, LatentSpec):
-            entries = geometry.num_pages * geometry.page_size
+        elif isinstance(spec, LatentSpec):
             assert_near(own[:entries], all_of_it[:entries])
         else:
-            assert_linear_slice(spec.mixer, geometry, (all_of_it, own), (rank, world_size))
+            assert_linear_slice(spec, geometry, (all_of_it, own), (rank, world_size))
     for name, column in vars(whole.device.table.columns).items():
         assert torch.equal(column, vars(part.device.table.columns)[name]), name
     assert torch.equal(whole.device.table.window_tokens, part.device.table.window_tokens)
+
+
+def parts(memory: Sequence[Any]) -> list[Any]:
+    """Layers' memories one by one, also of those that have several or none."""
+    return [part for own in memory for part in (own if isinstance(own, tuple) else (own,))]
 
 
 def heads_of(spec: AttentionSpec, rank: int, world_size: int) -> list[int]:
@@ -194,15 +202,25 @@ def assert_linear_slice(
     spec: LinearSpec, geometry: Any, memory: tuple[LinearMemory, LinearMemory], at: tuple[int, int]
 ) -> None:
     (whole, own), (rank, world_size) = memory, at
+    entries = geometry.num_slots * geometry.conv_ring_len
+    if isinstance(spec, ShortConvSpec):
+        size = spec.num_channels // world_size
+        own_channels = slice(rank * size, (rank + 1) * size)
+        assert_near(own.conv_ring[:entries], whole.conv_ring[:entries, own_channels])
+        return
     keys = [h for h in range(spec.num_key_heads) if h * world_size // spec.num_key_heads == rank]
     group = spec.num_value_heads // spec.num_key_heads
     values = [group * h + i for h in keys for i in range(group)]
     key_channels = [h * spec.key_dim + i for h in keys for i in range(spec.key_dim)]
     key_size = spec.num_key_heads * spec.key_dim
     value_channels = [h * spec.value_dim + i for h in values for i in range(spec.value_dim)]
-    channels = key_channels + [key_size + i for i in key_channels]
-    channels += [2 * key_size + i for i in value_channels]
-    entries = geometry.num_slots * geometry.conv_ring_len
+    # values are first in Mamba-2, last in the delta rules
+    value_start, key_start = 2 * key_size, 0
+    if isinstance(spec, SsmSpec):
+        value_start, key_start = 0, spec.inner_size
+    channels = [key_start + first + i for first in (0, key_size) for i in key_channels]
+    channels += [value_start + i for i in value_channels]
+    channels.sort()
     assert_near(own.conv_ring[:entries], whole.conv_ring[:entries, channels])
     rows = geometry.num_state_rows
     assert_near(own.replay.checkpoint[:rows], whole.replay.checkpoint[:rows, values])
@@ -262,9 +280,11 @@ class CountingSlice:
 
 
 WHOLE = re.compile(
-    r".*(norm\.weight|norm_hidden\.weight|norm_embedding\.weight|embed_tokens\.weight"
-    r"|(mlp|moe)\.gate\..*|shared_expert_gate\.weight|mtp\.fc\.weight|eh_proj\.weight|o_proj\.bias"
-    r"|(kv_a_proj_with_mqa|q_a_proj|f_a_proj|g_a_proj)\.weight)"
+    r".*((?<!mamba\.)(?<!mixer\.)norm\.weight|norm_hidden\.weight|norm_embedding\.weight"
+    r"|norm_f\.weight|(embed_tokens|embeddings)\.weight|(o|out)_proj\.bias"
+    r"|(mlp|moe|mixer|feed_forward)\.gate\..*|router\.layer\.weight|expert_bias"
+    r"|shared_expert_gate\.weight|mtp\.fc\.weight|eh_proj\.weight"
+    r"|(kv_a_proj_with_mqa|q_a_proj|f_a_proj|g_a_proj|fc1_latent_proj|fc2_latent_proj)\.weight)"
 )
 
 

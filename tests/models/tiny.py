@@ -287,11 +287,11 @@ def build(name: str, *, scaled: bool, seed: int) -> tuple[Any, Any]:
     # what transformers prefers for experts has no float64
     model.set_experts_implementation("eager")
     if scaled:
-        _scale(model, torch.Generator().manual_seed(seed + 1))
+        spread(model, torch.Generator().manual_seed(seed + 1))
     return config, model
 
 
-def _scale(model: torch.nn.Module, generator: torch.Generator) -> None:
+def spread(model: torch.nn.Module, generator: torch.Generator) -> None:
     """Redraw matrices with variance 1 / fan-in and jitter vectors; A_log and dt_bias stay.
 
     Routers' biases, which are buffers of zeros, are drawn too.
@@ -323,7 +323,7 @@ def next_layer(model: Any, *, seed: int) -> Any:
         torch.manual_seed(seed)
         layer = MtpModel(model, 1).eval().float()
     layer.set_experts_implementation("eager")
-    _scale(layer.layers, torch.Generator().manual_seed(seed + 1))
+    spread(layer.layers, torch.Generator().manual_seed(seed + 1))
     return layer
 
 

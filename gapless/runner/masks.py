@@ -1,0 +1,74 @@
+"""Grammars' masks on their way to the device: filled on the host, one for every window position."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gapless.ops.sampling import MaskRows
+from gapless.runner.inputs import Upload
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gapless.core.request import Request
+    from gapless.runner.device import Device
+
+
+class MaskUpload:
+    """Static buffers of masks, shared by prefill and decode steps, which follow each other."""
+
+    def __init__(self, device: Device, max_rows: int, max_window: int) -> None:
+        self._communicator = device.communicator
+        self._num_words = -(-device.model.architecture.vocab_size // 32)
+        self._max_positions = max_rows * max_window
+        num_masks = 1 + self._max_positions
+        self._upload = Upload(
+            4 * (self._max_positions + num_masks * self._num_words) + 64, device.device
+        )
+        # a view of all of it: what is sent later lies at the same places, and may be less
+        self._views = self._upload.send(self._arrays(num_masks))
+        self._is_clear = True
+
+    def rows(self, num_rows: int, window: int) -> MaskRows:
+        """View of the masks of `num_rows * window` positions, whatever is sent into it later."""
+        return MaskRows(self._views["mask_of"][: num_rows * window], self._views["masks"])
+
+    def clear(self) -> None:
+        """Allow everything everywhere."""
+        if not self._is_clear:
+            self._upload.send(self._arrays(1))
+            self._is_clear = True
+
+    def send(
+        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], window: int
+    ) -> None:
+        """Fill and send the masks of a step's rows, those without a grammar allowing everything.
+
+        Args: drafts: of each row, the proposals of its window that follow its newest token.
+        """
+        constrained = [i for i, request in enumerate(requests) if request.is_constrained]
+        arrays = self._arrays(1 + len(constrained) * window)
+        for place, row in enumerate(constrained):
+            first = 1 + place * window
+            arrays["mask_of"][row * window :][:window] = np.arange(first, first + window)
+            request = requests[row]
+            # the other ranks of a model know no grammar: theirs comes with the sum
+            if request.grammar is None:
+                arrays["masks"][first:][:window] = 0
+            else:
+                masks = arrays["masks"][first:][:window]
+                request.grammar.fill(request.output_ids, drafts[row], masks)
+        sent = self._upload.send(arrays)
+        if constrained:
+            masks = sent["masks"][1:]
+            masks.copy_(self._communicator.all_reduce(masks))
+        self._is_clear = not constrained
+
+    def _arrays(self, num_masks: int) -> dict[str, np.ndarray]:
+        """Masks that allow everything; the first serves all positions without a grammar."""
+        return {
+            "mask_of": np.zeros(self._max_positions, np.int32),
+            "masks": np.full((num_masks, self._num_words), -1, np.int32),
+        }
