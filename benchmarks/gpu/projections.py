@@ -1,6 +1,6 @@
 """Dense products of few rows on a GPU: right first, then how fast beside the library.
 
-    python -m benchmarks.gpu.projections [--check] [--sweep] [--measure] [--early]
+    python -m benchmarks.gpu.projections [--check] [--sweep] [--measure]
         [--only 35b] [--output figures.json]
 
 Checks compare with float64. Times are those of CUDA graphs whose launches take different weights,
@@ -18,7 +18,6 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -28,7 +27,6 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from gapless.ops.norm import triton as norm
 from gapless.ops.skinny_linear import triton as skinny
 from gapless.ops.skinny_linear.tuning import (
     MAX_ROWS,
@@ -153,13 +151,12 @@ class Job:
     inner: int
     out_dtype: torch.dtype = BF16
     has_bias: bool = False
-    is_early: bool = False
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """Multiply by the tile."""
         return skinny.skinny_linear(
             x, weight, bias if self.has_bias else None, self.tile,
-            out_dtype=self.out_dtype, is_early=self.is_early,
+            out_dtype=self.out_dtype,
         )  # fmt: skip
 
     @property
@@ -168,7 +165,7 @@ class Job:
         least = {Vector: 1, Matrix: 8, Wide: 16}[type(self.tile)]
         block_m = max(least, MAX_ROWS[bucket_of(self.rows)])
         has_tail = self.inner % self.tile.step != 0
-        return self.tile, block_m, has_tail, self.out_dtype, self.has_bias, self.is_early
+        return self.tile, block_m, has_tail, self.out_dtype, self.has_bias
 
 
 def compile_all(jobs: Sequence[Job]) -> None:
@@ -195,8 +192,7 @@ def check(device: torch.device) -> list[dict[str, Any]]:
     jobs = [Job(tile, rows, 2048, FP32) for tile in tiles for rows in _rows_of(tile)]
     # columns that no step divides, and what else a launch can be
     kinds: tuple[Tile, ...] = (VECTORS[0], MATRICES[0], WIDES[0])
-    for tile, is_early in product(kinds, (False, True)):
-        jobs += [Job(tile, 4, 2576, BF16, has_bias=True, is_early=is_early)]
+    jobs += [Job(tile, 4, 2576, BF16, has_bias=True) for tile in kinds]
     compile_all(jobs)
     return [result for job in jobs for result in _job_results(job, device)]
 
@@ -337,34 +333,6 @@ def measure(device: torch.device, only: str = "") -> list[dict[str, Any]]:
     return found
 
 
-def early(device: torch.device, only: str) -> list[dict[str, Any]]:
-    """Time a norm and the product of its output, the latter launched in turn and early."""
-    torch.manual_seed(0)
-    found = []
-    for shape in _shapes(only):
-        tile = tile_of(EARLY_ROWS, shape.size, shape.inner)
-        if tile is None or shape.out_dtype is FP32:
-            continue
-        weights, x = Weights(shape), draw(EARLY_ROWS, shape.inner)
-        gain = torch.randn(shape.inner, device=device)
-
-        def pair(
-            weight: Tensor, x: Tensor = x, gain: Tensor = gain, tile: Tile = tile,
-            *, is_early: bool,
-        ) -> Tensor:  # fmt: skip
-            normed = norm.rms_norm(x, gain, EPS)
-            return skinny.skinny_linear(normed, weight, None, tile, is_early=is_early)
-
-        runs = {name: partial(pair, is_early=name == "early") for name in ("in turn", "early")}
-        outs = [[run(weight) for weight in weights.each] for run in runs.values()]
-        found.append(
-            {"name": str(shape), "rows": EARLY_ROWS}
-            | {f"us {name}": weights.us(run) for name, run in runs.items()}
-            | {"differing": sum(int((a != b).sum()) for a, b in zip(*outs, strict=True))}
-        )
-    return found
-
-
 def sweep(device: torch.device, only: str) -> list[dict[str, Any]]:
     """Time all candidates; print the best three of each product, then the table's lines."""
     del device
@@ -416,7 +384,7 @@ def _code(tile: Tile | None) -> str:
 def main() -> int:
     """Run what is asked for, print it, and write the file if one is named."""
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("check", "sweep", "measure", "early"):
+    for name in ("check", "sweep", "measure"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--only", default="", help="shapes whose names begin so")
     parser.add_argument("--output", type=Path)
@@ -432,12 +400,11 @@ def main() -> int:
             print("WRONG", f"{result['error']:.2e}", result["name"], flush=True)
     if asked.sweep:
         record["sweep"] = sweep(device, asked.only)
-    for name, run in (("measure", measure), ("early", early)):
-        if vars(asked)[name]:
-            record[name] = run(device, asked.only)
-            for row in record[name]:
-                parts = (f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values())
-                print(" | ".join(parts), flush=True)
+    if asked.measure:
+        record["measure"] = measure(device, asked.only)
+        for row in record["measure"]:
+            parts = (f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values())
+            print(" | ".join(parts), flush=True)
     if asked.output is not None:
         asked.output.write_text(json.dumps(record, indent=1) + "\n")
     return 1 if wrong else 0

@@ -19,6 +19,7 @@ from gapless.errors import InvalidRequest, QueueFull
 from gapless.scheduler.scheduler import Scheduler, SchedulerLimits
 from gapless.text.chat import ChatTemplate
 from gapless.text.detokenizer import Detokenizer
+from gapless.text.grammar import GrammarCompiler
 from gapless.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from gapless.config.options import EngineOptions
     from gapless.config.resolve import Config
     from gapless.core.counters import CacheCounters, LoopCounters
+    from gapless.core.grammar import GrammarState
     from gapless.core.plan import Delta, LogprobRow
 
 logger = logging.getLogger(__name__)
@@ -68,6 +70,7 @@ class Engine:
             # a tokenizer may know more tokens than the model has logits
             eos_ids=tuple(sorted(token_id for token_id in eos if token_id < vocab_size)),
         )
+        self.grammars = GrammarCompiler(self.tokenizer, vocab_size)
         self.default_params = _default_params(loaded.hf.generation)
         self._seeds = random.Random(options.seed)
         self.scheduler = Scheduler(_limits(self.config))
@@ -123,8 +126,12 @@ class Engine:
         )
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Raise what `submit` would of a prompt and its parameters; see `PromptLimits.check`."""
+        """Raise what `submit` would of a prompt and its parameters; see `PromptLimits.check`.
+
+        Blocks until a grammar is compiled, at most as long as one may take.
+        """
         self.limits.check(prompt_ids, params)
+        self._grammar_states(params, 1)
 
     def has_room(self, *params: SamplingParams) -> bool:
         """Whether the queue takes requests with these parameters; an empty one takes any."""
@@ -153,9 +160,11 @@ class Engine:
     def enqueue(self, submissions: Sequence[Submission]) -> None:
         """Queue prompts that `check` has passed, all or none.
 
+        Blocks for a grammar that has not been compiled; see `grammars`.
+
         Raises:
             QueueFull: see `has_room`.
-            InvalidRequest: an id is in use.
+            InvalidRequest: an id is in use, or a grammar does not compile.
         """
         params = [submission.params for submission in submissions]
         if not self.has_room(*params):
@@ -169,10 +178,33 @@ class Engine:
                 raise InvalidRequest(
                     f"request id {submission.request_id!r} is in use; choose another"
                 )
-        for submission in submissions:
-            self._enqueue(submission)
+        states = [self._grammar_states(own, own.n) for own in params]
+        for submission, own_states in zip(submissions, states, strict=True):
+            self._enqueue(submission, own_states)
 
-    def _enqueue(self, submission: Submission) -> None:
+    def _grammar_states(
+        self, params: SamplingParams, count: int
+    ) -> Sequence[GrammarState | None]:
+        """Begin `count` texts in the grammar of a request; without one, as many times None.
+
+        Raises:
+            InvalidRequest: it does not compile, or is not served here.
+        """
+        if params.grammar is None:
+            return [None] * count
+        if self.config.simulated_acceptance is not None:
+            raise InvalidRequest(
+                "speculative_simulate_acceptance keeps drafts that a grammar refuses; leave out "
+                "one of them"
+            )
+        compilation = self.grammars.start(params.grammar)
+        # where nothing is to end the text, it goes on with the model's own
+        stop_ids = self.limits.stop_ids(params) or self.limits.eos_ids
+        return [compilation.state(stop_ids) for _ in range(count)]
+
+    def _enqueue(
+        self, submission: Submission, grammar_states: Sequence[GrammarState | None]
+    ) -> None:
         prompt_ids, params = submission.prompt_ids, submission.params
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         room = self.config.max_model_len - len(prompt_ids)
@@ -191,6 +223,7 @@ class Engine:
                 # those of the others would be the same
                 wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0,
                 message_end=submission.message_end,
+                grammar=grammar_states[index],
             )
             detokenizer = Detokenizer(
                 self.tokenizer,

@@ -26,7 +26,8 @@ class PromptLimits:
         """Raise if a prompt with these parameters cannot be served.
 
         Raises:
-            InvalidRequest: empty prompt, a token id outside the vocabulary, too many stop ids.
+            InvalidRequest: empty prompt, a token id outside the vocabulary, too many stop ids, or
+                none to end a grammar's text.
             ContextTooLong: the prompt leaves no room for a token of output.
         """
         if not prompt_ids:
@@ -36,6 +37,11 @@ class PromptLimits:
         self.check_ids("stop_token_ids", params.stop_token_ids)
         self.check_ids("logit_bias", params.logit_bias or ())
         self.stop_ids(params)
+        if params.grammar is not None and not (self.eos_ids or params.stop_token_ids):
+            raise InvalidRequest(
+                "the model has no end-of-text id, which a grammar needs to end its text; pass "
+                "stop_token_ids"
+            )
 
     def check_length(self, num_tokens: int) -> None:
         """Raise `ContextTooLong` if prompts of this length leave no room for output."""

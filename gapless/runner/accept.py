@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 from gapless.ops.acceptance import settle_windows
 from gapless.ops.sampling import (
     EditRows,
+    MaskRows,
     SamplingMode,
     edit_logits,
     edit_windows,
+    mask_logits,
     packed_logprobs,
     sample,
 )
@@ -50,7 +52,13 @@ class Accepted:
     logprobs: Tensor | None  # [B * W, 1 + 2 * num_top] of `tokens`, as `packed_logprobs` packs them
 
 
-def accept(device: Device, verified: Verified, mode: SamplingMode, num_top: int | None) -> Accepted:
+def accept(
+    device: Device,
+    verified: Verified,
+    mode: SamplingMode,
+    num_top: int | None,
+    masks: MaskRows | None = None,
+) -> Accepted:
     """Sample every window position, keep what stands, and store the step's outcome in the table.
 
     The null slot stays at length 0 and done: its rows write back what they found.
@@ -58,6 +66,7 @@ def accept(device: Device, verified: Verified, mode: SamplingMode, num_top: int 
     Args:
         num_top: most likely tokens whose log-probabilities come with each token's own; None leaves
             out all of them.
+        masks: which tokens grammars allow, a row per window position; None allows all.
     """
     table, slots = device.table, verified.slots
     rows = slots.shape[0]
@@ -67,6 +76,8 @@ def accept(device: Device, verified: Verified, mode: SamplingMode, num_top: int 
         window_tokens = table.window_tokens.index_select(0, slots)[:, :window]
         by_window = logits.view(rows, window, -1)
         logits = edit_windows(by_window, window_tokens, table.edit_rows(slots)).view_as(logits)
+    if masks is not None:
+        logits = mask_logits(logits, masks)
     sampled_at = verified.seq_lens[:, None] + device.window_offsets[1 : window + 1]
     tokens = sample(
         logits,

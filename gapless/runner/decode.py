@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from gapless.config.resolve import Config, bucket_for
@@ -14,7 +15,7 @@ from gapless.ops.sampling import SamplingMode
 from gapless.ops.step_metadata import StepConstants, WindowIndices, window_indices
 from gapless.runner.accept import Accepted, Verified, accept, draft, sampling_mode
 from gapless.runner.graphs import GraphRunner
-from gapless.runner.inputs import Upload
+from gapless.runner.inputs import Download, Ticket, Upload
 from gapless.runner.logprobs import LogprobBuffer, LogprobTicket, num_top
 from gapless.runner.stages import Stage
 from gapless.speculative.drafter import Outcome
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from gapless.core.plan import DecodeRow, PageEntry, StepPlan
     from gapless.runner.device import Device
+    from gapless.runner.masks import MaskUpload
     from gapless.speculative.drafter import Drafter
 
 # on a GPU one graph serves greedy and drawn rows: its kernels look at each row
@@ -41,6 +43,7 @@ class DecodeKey:
     kv_len: int  # bound of the positions that the step reaches, drafting included
     mode: SamplingMode
     num_top: int | None  # most likely tokens to report beside each; None reports nothing
+    is_masked: bool  # whether grammars' masks are filled between verify and accept
 
     @property
     def tokens(self) -> int:
@@ -51,7 +54,9 @@ class DecodeKey:
 class DecodeRunner:
     """Runs decode steps over static buffers."""
 
-    def __init__(self, device: Device, config: Config, emitted: Tensor) -> None:
+    def __init__(
+        self, device: Device, config: Config, emitted: Tensor, masks: MaskUpload
+    ) -> None:
         """Args: emitted: [max rows, 2 + W_max] int64: each row's emitted and proposed counts, and
         its tokens."""
         self._device = device
@@ -63,7 +68,12 @@ class DecodeRunner:
         self._constants = StepConstants(device.geometry, device.device)
         self._graphs = GraphRunner(device.device)
         self._emitted = emitted
+        self._masks = masks
         rows = config.max_running_requests
+        # what constrained rows' windows hold, on its way to the host: count, then drafts
+        self._drafts = torch.zeros(rows, self._window, dtype=torch.int64, device=device.device)
+        self._drafts_down = Download(self._drafts.view(-1))
+        self._awaited: tuple[Sequence[DecodeRow], Ticket] | None = None
         self._logprobs = LogprobBuffer(rows * self._window, device.device)
         self._upload = Upload(8 * rows * (1 + 2 * self._pages_per_row) + 64, device.device)
 
@@ -74,7 +84,9 @@ class DecodeRunner:
         """
         key = self._key(plan)
         graph = self._graphs.get(key, lambda: self._stages(key))
-        self._upload.send(self._arrays(key, plan.decode, plan.page_entries))
+        inputs = self._upload.send(self._arrays(key, plan.decode, plan.page_entries))
+        if any(row.request.is_constrained for row in plan.decode):
+            self._awaited = plan.decode, self._fetch_drafts(inputs["slots"])
         graph.launch()
         if key.num_top is None:
             return None
@@ -83,7 +95,7 @@ class DecodeRunner:
     def capture(self) -> None:
         """Capture the steps that will be asked for, largest first: later ones fit its memory."""
         keys = [
-            DecodeKey(num_rows, self._window, kv_len, mode, None)
+            DecodeKey(num_rows, self._window, kv_len, mode, None, is_masked=mode.edits_logits)
             for num_rows in reversed(self._buckets)
             for kv_len in reversed(self._kv_lens)
             for mode in GPU_MODES
@@ -99,15 +111,37 @@ class DecodeRunner:
         # verify reaches W positions past the committed length, the drafts after it W - 1 more
         reach = min(plan.max_seq_len + 2 * self._window - 1, self._kv_lens[-1])
         mode = sampling_mode(row.request.params for row in plan.decode)
+        is_masked = any(row.request.is_constrained for row in plan.decode)
         if self._is_on_gpu:
-            mode = GPU_MODES[mode.edits_logits]
+            # edits and masks share their graphs
+            is_masked |= mode.edits_logits
+            mode = GPU_MODES[is_masked]
         return DecodeKey(
             num_rows=bucket_for(len(plan.decode), self._buckets),
             window=self._window,
             kv_len=bucket_for(reach, self._kv_lens),
             mode=mode,
             num_top=num_top(row.request.params.logprobs for row in plan.decode),
+            is_masked=is_masked,
         )
+
+    def _fetch_drafts(self, slots: Tensor) -> Ticket:
+        """Start to bring down the windows of `slots` [B]: number of drafts, then those."""
+        table, rows = self._device.table, slots.shape[0]
+        windows = self._drafts[:rows]
+        torch.index_select(table.window_tokens, 0, slots, out=windows)
+        windows[:, 0].copy_(table.num_drafts.index_select(0, slots))
+        return self._drafts_down.fetch(windows.numel())
+
+    def _plan_masks(self) -> None:
+        """Fill the masks of the step under way, while verify runs."""
+        if self._awaited is None:
+            self._masks.clear()
+            return
+        (rows, ticket), self._awaited = self._awaited, None
+        windows = ticket.read().reshape(-1, self._window).tolist()
+        drafts = [window[1 : 1 + window[0]] for window in windows[: len(rows)]]
+        self._masks.send([row.request for row in rows], drafts, self._window)
 
     def _arrays(
         self, key: DecodeKey, rows: Sequence[DecodeRow], entries: Sequence[PageEntry]
@@ -134,7 +168,11 @@ class DecodeRunner:
         inputs = self._upload.send(self._arrays(key, (), ()))
         stages = [
             Stage("verify", lambda _: self._verify(key, inputs)),
-            Stage("accept", lambda verified: self._accept(key, *verified)),
+            Stage(
+                "accept",
+                lambda verified: self._accept(key, *verified),
+                plan=self._plan_masks if key.is_masked else None,
+            ),
         ]
         drafter = self._device.drafter
         if drafter is not None:
@@ -163,7 +201,8 @@ class DecodeRunner:
         self, key: DecodeKey, verified: Verified, hidden: Tensor
     ) -> tuple[Verified, Tensor, Accepted]:
         """Settle what the step emits."""
-        accepted = accept(self._device, verified, key.mode, key.num_top)
+        masks = self._masks.rows(key.num_rows, key.window) if key.is_masked else None
+        accepted = accept(self._device, verified, key.mode, key.num_top, masks)
         self._emitted[: key.num_rows, 0].copy_(accepted.lens)
         self._emitted[: key.num_rows, 1].copy_(accepted.proposed)
         self._emitted[: key.num_rows, 2 : 2 + key.window].copy_(accepted.tokens)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from gapless.config.resolve import Config
     from gapless.layers.batch import LayerMemory
-    from gapless.layers.placement import Placement
+    from gapless.layers.placement import Communicator, Placement
     from gapless.models.decoder import Decoder
     from gapless.models.mtp import MtpHead
     from gapless.ops.step_metadata import Geometry
@@ -39,6 +39,7 @@ class Device:
     device: torch.device
     drafter: Drafter | None
     window_offsets: Tensor  # 0 .. W_max, so that no step makes them
+    communicator: Communicator
     simulated_acceptance: float | None
     """Mean tokens per step to pretend, for benchmarks on made-up weights."""
 
@@ -125,5 +126,6 @@ def make_device(model: Decoder, mtp: MtpHead | None, config: Config, place: Plac
         device=place.device,
         drafter=drafter,
         window_offsets=torch.arange(config.max_window + 1, device=place.device),
+        communicator=place.communicator,
         simulated_acceptance=config.simulated_acceptance,
     )

@@ -39,11 +39,11 @@ class StepGraph:
         if self._graphs is None:
             value: Any = None
             for run in self._runs:
+                _plan(run)
                 value = _run(run, value)
             return value
         for run, graph in zip(self._runs, self._graphs, strict=True):
-            if run[0].plan is not None:
-                run[0].plan()
+            _plan(run)
             graph.replay()
         return self._output
 
@@ -63,6 +63,8 @@ class Capture:
         with torch.cuda.stream(self._stream):
             for run in runs:
                 before = value
+                # a plan's copies are no part of the graph
+                _plan(run)
                 _run(run, before)
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
@@ -75,10 +77,13 @@ class Capture:
         return graphs, value
 
 
+def _plan(stages: Sequence[Stage]) -> None:
+    if stages[0].plan is not None:
+        stages[0].plan()
+
+
 def _run(stages: Sequence[Stage], value: Any) -> Any:
     for stage in stages:
-        if stage.plan is not None:
-            stage.plan()
         value = stage.run(value)
     return value
 

@@ -63,7 +63,9 @@ class MaskUpload:
         sent = self._upload.send(arrays)
         if constrained:
             masks = sent["masks"][1:]
-            masks.copy_(self._communicator.all_reduce(masks))
+            summed = self._communicator.all_reduce(masks)
+            if summed is not masks:
+                masks.copy_(summed)
         self._is_clear = not constrained
 
     def _arrays(self, num_masks: int) -> dict[str, np.ndarray]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gapless.config.resolve import Config
     from gapless.core.plan import PrefillSegment
     from gapless.runner.device import Device
+    from gapless.runner.masks import MaskUpload
 
 # rows of full-vocabulary logits alive at once when prompt log-probabilities are asked for
 LOGPROB_ROWS = 256
@@ -35,10 +36,13 @@ LOGPROB_ROWS = 256
 class PrefillRunner:
     """Runs prefill chunks eagerly."""
 
-    def __init__(self, device: Device, config: Config, first_tokens: Tensor) -> None:
+    def __init__(
+        self, device: Device, config: Config, first_tokens: Tensor, masks: MaskUpload
+    ) -> None:
         """Args: first_tokens: [max segments] int64, where sampled tokens go in plan order."""
         self._device = device
         self._first_tokens = first_tokens
+        self._masks = masks
         tokens = config.chunked_prefill_size
         segments = min(tokens, config.max_running_requests)
         width = device.geometry.conv_width
@@ -97,7 +101,11 @@ class PrefillRunner:
             logits = device.model.logits(hidden.index_select(0, inputs["last_token"]))
             # the prompt's last token is a window of one: it commits, and the sample follows it
             verified = Verified(inputs["sampled_slots"], end - 1, end, logits)
-            accepted = accept(device, verified, mode, top)
+            masks = None
+            if any(request.is_constrained for request in sampled):
+                self._masks.send(sampled, [()] * len(sampled), 1)
+                masks = self._masks.rows(len(sampled), 1)
+            accepted = accept(device, verified, mode, top, masks)
             self._first_tokens[: len(sampled)].copy_(accepted.newest)
             next_ids = next_ids.index_copy(0, inputs["last_token"], accepted.newest)
             if accepted.logprobs is not None and top is not None:

@@ -13,6 +13,7 @@ from gapless.runner.compiles import CompileCounter
 from gapless.runner.decode import DecodeRunner
 from gapless.runner.host_tier import HostTier
 from gapless.runner.inputs import Download, Ticket
+from gapless.runner.masks import MaskUpload
 from gapless.runner.prefill import PrefillRunner
 from gapless.runner.snapshots import Saver
 
@@ -99,9 +100,10 @@ class Runner:
         # one buffer, so that one copy brings a step's results down
         results = torch.zeros(self._num_emitted + segments, dtype=torch.int64, device=device.device)
         emitted = results[: self._num_emitted].view(rows, 2 + self._window)
-        self._decode = DecodeRunner(device, config, emitted)
+        masks = MaskUpload(device, rows, self._window)
+        self._decode = DecodeRunner(device, config, emitted, masks)
         self._saver = Saver(device)
-        self._prefill = PrefillRunner(device, config, results[self._num_emitted :])
+        self._prefill = PrefillRunner(device, config, results[self._num_emitted :], masks)
         self._tier = HostTier(device, config) if config.num_host_pages else None
         self._results = Download(results)
 

@@ -40,8 +40,8 @@ class Compilation:
     def __init__(self, compiler: GrammarCompiler, grammar: Grammar) -> None:
         self._deadline = time.monotonic() + COMPILE_SECONDS
         self._compiled: Any = None
-        self._error: str | None = None
         self._kind = grammar.kind
+        self._error: str | None = f"the {grammar.kind} made its compiler fail; change it"
         self._is_done = threading.Event()
         # a thread of the pools that are joined at exit could hold the process back
         threading.Thread(
@@ -72,15 +72,13 @@ class Compilation:
     def _run(self, compiler: GrammarCompiler, grammar: Grammar) -> None:
         try:
             self._compiled = compiler.compile_now(grammar, self._deadline)
+            self._error = None
         except InvalidRequest as error:
             self._error = str(error)
         # the library raises these, for what it was given
         except (RuntimeError, ValueError) as error:
             self._error = f"the {grammar.kind} does not compile: {_reason(error)}; correct it"
         finally:
-            self._error = self._error or (
-                None if self._compiled is not None else f"the {grammar.kind} does not compile"
-            )
             self._is_done.set()
 
 

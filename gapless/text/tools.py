@@ -163,8 +163,8 @@ class ToolParser:
                 self._whole_json_call()
                 return
             yield
-        name = _name(header[1])
-        self._take(header.end() - 1)
+        name = _name(_json(header[1]))
+        self._take(header.end())
         self._begin(name)
         yield from self._json_arguments()
         self._events.append(CallEnd())
@@ -183,38 +183,39 @@ class ToolParser:
         call = _json(text)
         if not isinstance(call, dict) or "name" not in call:
             _refuse()
-        name = _name(json.dumps(call["name"]))
+        name = _name(call["name"])
         arguments = call.get("arguments", call.get("parameters", {}))
         if isinstance(arguments, str):
             arguments = _json(arguments)
         if not isinstance(arguments, dict):
             _refuse()
         self._begin(name)
-        # escaped, for a lone surrogate could not be sent otherwise
-        self._events += [CallArguments(json.dumps(arguments)), CallEnd()]
+        try:
+            # escaped, for a lone surrogate could not be sent otherwise
+            self._events += [CallArguments(json.dumps(arguments)), CallEnd()]
+        except RecursionError:
+            _refuse()
 
     def _json_arguments(self) -> Generator[None, None, None]:
-        """Pass a JSON object on up to its closing bracket."""
-        pieces: list[str] = []
-        depth, is_string = 0, False
+        """Pass a JSON object, whose first bracket is consumed, on up to its last."""
+        pieces = ["{"]
+        self._events.append(CallArguments("{"))
+        depth, is_string = 1, False
         while True:
             piece, used = "", 0
-            while used < len(self._buffer) and (depth or not pieces):
+            while depth and used < len(self._buffer):
                 pattern = _IN_STRING if is_string else _QUOTE_OR_BRACKET
                 found = pattern.search(self._buffer, used)
-                if found is None:
-                    piece += self._buffer[used:]
-                    used = len(self._buffer)
-                    break
-                mark, place = found[0], found.start()
+                place = len(self._buffer) if found is None else found.start()
                 piece += self._buffer[used:place]
-                used = place + 1
+                used = place
+                if found is None:
+                    break
+                mark = found[0]
                 if mark == "\\":
-                    if used == len(self._buffer):
-                        used = place
+                    mark = self._buffer[place : place + 2]
+                    if len(mark) < 2:
                         break
-                    mark += self._buffer[used]
-                    used += 1
                 elif mark < " ":
                     # models write line breaks as they are
                     mark = json.dumps(mark)[1:-1]
@@ -223,13 +224,12 @@ class ToolParser:
                 else:
                     depth += 1 if mark in "{[" else -1
                 piece += mark
-                if depth == 0:
-                    break
+                used = place + (2 if found[0] == "\\" else 1)
             self._take(used)
             if piece:
                 pieces.append(piece)
                 self._events.append(CallArguments(piece))
-            if pieces and depth == 0:
+            if not depth:
                 break
             if self._is_ended:
                 _refuse()
@@ -366,9 +366,8 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
-def _name(quoted: str) -> str:
-    """Return a function's name from a JSON string."""
-    name = _json(quoted)
+def _name(name: object) -> str:
+    """Return a function's name if it can be one."""
     if not isinstance(name, str) or not name:
         _refuse()
     try:
@@ -420,5 +419,5 @@ def _as_json(text: str, types: set[str]) -> str:
     except _Malformed:
         return _quoted(text)
     is_right = kind in types or (kind == "integer" and "number" in types)
-    # one that says what is no string at all, though of another type, is nearer to what is wanted
+    # where no string is wanted, JSON of another type is nearer to it than a string
     return plain if is_right or "string" not in types else _quoted(text)

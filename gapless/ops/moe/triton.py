@@ -61,7 +61,8 @@ class GatheredTiling:
 
 
 # chosen with `python -m benchmarks.gpu.small_ops --gathered-sweep`
-GATHERED = GatheredTiling(8, 512, 8, 1, 8, 8)
+GATHERED = GatheredTiling(4, 512, 4, 1, 4, 8)
+GATHERED_ONE_TOKEN = GatheredTiling(16, 512, 8, 1, 4, 8)
 
 
 def grouped_tiling(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Tiling:
@@ -135,11 +136,13 @@ def mix_gathered(
     *,
     live: Tensor | None = None,
     extra: tuple[Tensor, Tensor] | None = None,
-    tiling: GatheredTiling = GATHERED,
+    tiling: GatheredTiling | None = None,
 ) -> Tensor:
     """`mix_experts` as products with vectors: each pair reads its expert's matrices."""
     _assert_layout(x, weights, experts, gate_up, down)
     num_tokens, num_active = experts.shape
+    if tiling is None:
+        tiling = GATHERED_ONE_TOKEN if num_tokens == 1 else GATHERED
     _, size, inner = down.shape
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     if not num_tokens:

@@ -3,7 +3,6 @@
 Program indices are `i_`, offsets `o_`, pointers `p_`, masks `m_` and blocks of values `b_`.
 """
 
-# ruff: noqa: PLR0913, PLR0917
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """The kernel behind `triton.py`: some heads of one token, all of a kind or not."""
 
-# ruff: noqa: PLR0913, PLR0917
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations

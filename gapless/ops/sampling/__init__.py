@@ -10,9 +10,10 @@ import logging
 from functools import cache
 from typing import TYPE_CHECKING
 
-from gapless.ops.sampling import philox, reference
+from gapless.ops.sampling import masks, philox, reference
 from gapless.ops.sampling.edits import EditRows, edit_logits, edit_windows
 from gapless.ops.sampling.logprobs import packed_logprobs
+from gapless.ops.sampling.masks import MaskRows
 from gapless.ops.sampling.reference import SamplingMode, SamplingRows
 
 if TYPE_CHECKING:
@@ -20,11 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EditRows",
+    "MaskRows",
     "SamplingMode",
     "SamplingRows",
     "edit_logits",
     "edit_windows",
     "gumbel_noise",
+    "mask_logits",
     "packed_logprobs",
     "sample",
 ]
@@ -48,6 +51,18 @@ def sample(
             return triton.sample(logits, positions, rows, mode=mode)
         _log_fallback(reason)
     return reference.sample(logits, positions, rows, mode=mode)
+
+
+def mask_logits(
+    logits: Tensor,  # [N, V] float32 or wider; not modified
+    rows: MaskRows,
+) -> Tensor:  # [N, V]
+    """Return logits with minus infinity where masks allow no token. Contract: `masks.mask_logits`."""
+    if logits.is_cuda:
+        from gapless.ops.sampling import triton
+
+        return triton.mask_logits(logits, rows)
+    return masks.mask_logits(logits, rows)
 
 
 def gumbel_noise(

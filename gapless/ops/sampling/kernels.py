@@ -545,3 +545,19 @@ def _noise_kernel(seeds, positions, out, V: tl.constexpr, BLOCK: tl.constexpr):
     o_v = i_first + tl.arange(0, BLOCK)
     b_noise = _noise_of_run(tl.load(seeds + i_row), tl.load(positions + i_row), i_first, BLOCK)
     tl.store(out + i_row * V + o_v, b_noise, mask=o_v < V)
+
+
+@triton.jit
+def _mask_kernel(
+    logits, mask_of, masks, out, stride_row, stride_mask, V: tl.constexpr, BLOCK: tl.constexpr
+):
+    i_row = tl.program_id(1).to(tl.int64)
+    o_v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m_v = o_v < V
+    b_x = tl.load(logits + i_row * stride_row + o_v, mask=m_v)
+    i_mask = tl.load(mask_of + i_row).to(tl.int64)
+    # rows without a grammar, nearly all of them, are spared the reading of a mask
+    if i_mask > 0:
+        b_words = tl.load(masks + i_mask * stride_mask + o_v // 32, mask=m_v, other=0)
+        b_x = tl.where((b_words >> (o_v % 32)) & 1 == 1, b_x, NEG_INF)
+    tl.store(out + i_row * V + o_v, b_x, mask=m_v)

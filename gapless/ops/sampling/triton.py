@@ -15,6 +15,7 @@ from gapless.ops.sampling.kernels import (
     SCRATCH_LEN,
     _choose_kernel,
     _collect_kernel,
+    _mask_kernel,
     _maximum_kernel,
     _noise_kernel,
     _survey_kernel,
@@ -23,6 +24,7 @@ from gapless.ops.sampling.kernels import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gapless.ops.sampling.masks import MaskRows
     from gapless.ops.sampling.reference import SamplingMode, SamplingRows
 
 # tokens that a row's filters are settled among; where more may be kept, among the whole row
@@ -111,6 +113,20 @@ def sample(
         num_warps=8 if is_drawn else 1,
     )  # fmt: skip
     return tokens
+
+
+def mask_logits(logits: Tensor, rows: MaskRows) -> Tensor:
+    """See `masks.mask_logits`: the same values."""
+    num_rows, vocab_size = logits.shape
+    assert logits.stride(1) == rows.masks.stride(1) == 1, "a row's entries are contiguous"
+    masked = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    if masked.numel():
+        grid = (triton.cdiv(vocab_size, BLOCK), num_rows)
+        _mask_kernel[grid](
+            logits, rows.mask_of, rows.masks, masked, logits.stride(0), rows.masks.stride(0),
+            V=vocab_size, BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
+    return masked
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:

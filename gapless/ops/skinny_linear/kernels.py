@@ -7,10 +7,6 @@ padding costs nothing here; its warps share out the columns of an iteration, so 
 the weight make a program and no partial sum leaves it. The *wide* kernel does that without slices,
 its warps share out the weight's rows. In these two a row of x adds up in the same order however
 many others there are; in the vector kernel that may differ between numbers of rows.
-
-An *early* launch starts while the kernel before it still runs, asks for the first columns of its
-weight rows, and waits for that kernel before it reads anything. The request ends in the L2 cache,
-through which all writes go, so it is right even for a weight that is being written.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -18,27 +14,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
-
-PREFETCHED = tl.constexpr(1024)  # columns
-LINE = tl.constexpr(64)  # columns of 16 bits in a cache line
 
 
-@triton.jit
-def _await_inputs(weight, o_n, N, K):
-    """Fetch weights until the kernel before this one is done, and let the next one start too."""
-    o_k = tl.arange(0, PREFETCHED // LINE) * LINE
-    p_w = (
-        weight + tl.minimum(o_n, N - 1).to(tl.int64)[:, None] * K + tl.minimum(o_k, K - 1)[None, :]
-    )
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_w], tl.int32, is_pure=False, pack=1
-    )
-    cuda.gdc_wait()
-    cuda.gdc_launch_dependents()
-
-
-# all shapes are served by a few compiled kernels
 @triton.jit(do_not_specialize=["num_rows", "N"])
 def _skinny_vector_kernel(
     x,
@@ -55,11 +32,8 @@ def _skinny_vector_kernel(
     STAGES: tl.constexpr,
     HAS_TAIL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    IS_EARLY: tl.constexpr,
 ):
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if IS_EARLY:
-        _await_inputs(weight, o_n, N, K)
     o_m = tl.arange(0, BLOCK_M)
     o_k = tl.arange(0, BLOCK_K)[None, None, :]
     m_n = (o_n < N)[None, :, None]
@@ -102,11 +76,8 @@ def _skinny_matrix_kernel(
     PRECISION: tl.constexpr,
     HAS_TAIL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    IS_EARLY: tl.constexpr,
 ):
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if IS_EARLY:
-        _await_inputs(weight, o_n, N, K)
     o_m = tl.arange(0, BLOCK_M)
     o_k = tl.arange(0, BLOCK_K)
     o_s = tl.arange(0, SLICES)[:, None, None] * BLOCK_K
@@ -150,11 +121,8 @@ def _skinny_wide_kernel(
     PRECISION: tl.constexpr,
     HAS_TAIL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    IS_EARLY: tl.constexpr,
 ):
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if IS_EARLY:
-        _await_inputs(weight, o_n, N, K)
     o_m = tl.arange(0, BLOCK_M)
     o_w = tl.arange(0, BLOCK_K)[None, :]
     o_x = tl.arange(0, BLOCK_K)[:, None]

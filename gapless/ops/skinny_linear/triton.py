@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,7 @@ from gapless.ops.skinny_linear.kernels import (
     _skinny_vector_kernel,
     _skinny_wide_kernel,
 )
-from gapless.ops.skinny_linear.tuning import IS_EARLY, MAX_ROWS, Matrix, Vector, bucket_of
+from gapless.ops.skinny_linear.tuning import MAX_ROWS, Matrix, Vector, bucket_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,14 +38,11 @@ def skinny_linear(
     tile: Tile,
     *,
     out_dtype: torch.dtype | None = None,
-    is_early: bool = IS_EARLY,
 ) -> Tensor:  # [M, N]
     """See `reference.skinny_linear`. Sums in float32, rounds once.
 
     No row's bits depend on another's values, nor on the number of rows unless the vector kernel
-    runs. Its work grows with the rows, so it is meant for at most 4. An early launch fetches
-    weights while the kernel before it on the stream ends; devices older than compute capability
-    9.0 have none.
+    runs. Its work grows with the rows, so it is meant for at most 4.
     """
     reason = unsupported(x, weight)
     assert reason is None, reason
@@ -63,11 +59,8 @@ def skinny_linear(
         "BLOCK_K": tile.block_k,
         "HAS_TAIL": inner % tile.step != 0,
         "HAS_BIAS": bias is not None,
-        "IS_EARLY": is_early and _has_early_launches(x.device),
         "num_warps": tile.num_warps,
     }
-    if settings["IS_EARLY"]:
-        settings["launch_pdl"] = True
     grid = (triton.cdiv(size, tile.block_n),)
     if isinstance(tile, Vector):
         _skinny_vector_kernel[grid](*args, **settings, BLOCK_M=block_m, STAGES=tile.num_stages)
@@ -83,8 +76,3 @@ def skinny_linear(
     else:
         _skinny_wide_kernel[grid](*args, **settings)
     return out
-
-
-@cache
-def _has_early_launches(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -72,14 +72,32 @@ class Wide:
 
 Tile = Vector | Matrix | Wide
 
-# whether launches overlap with the end of the kernel before them
-IS_EARLY = False
-
 # upper ends of the row buckets; more rows go to the library
 MAX_ROWS = (1, 4, 8, 16, 32)
 
 # (N, K) of 16-bit weights -> a tile per row bucket, None for the library
-TABLE: dict[tuple[int, int], tuple[Tile | None, ...]] = {}
+TABLE: dict[tuple[int, int], tuple[Tile | None, ...]] = {
+    (12352, 2048): (Wide(64, 128, 4), Wide(64, 64, 6), Wide(64, 128, 4), None, Wide(64, 64, 6)),
+    (2048, 4096): (
+        Vector(4, 2048, 4), Matrix(16, 128, 4, 5), Matrix(16, 128, 4, 5), Matrix(16, 128, 4, 5),
+        None,
+    ),
+    (9216, 2048): (None, None, None, None, None),
+    (1024, 2048): (
+        Vector(4, 2048, 4), Vector(2, 1024, 2), Matrix(16, 128, 4, 5), Matrix(16, 64, 4, 5), None,
+    ),
+    (2048, 512): (
+        Vector(8, 512, 8), Matrix(16, 128, 4, 5), Matrix(16, 128, 4, 5), Matrix(16, 64, 4, 5),
+        Wide(64, 64, 6),
+    ),
+    (257, 2048): (
+        Vector(4, 2048, 4), Vector(4, 512, 4, 4), Matrix(16, 128, 4, 5), Matrix(16, 128, 4, 5),
+        Wide(64, 128, 4),
+    ),
+    (248320, 2048): (
+        Wide(64, 128, 4), Wide(64, 128, 4), Wide(64, 128, 4), Wide(128, 128, 3), Wide(64, 128, 4),
+    ),
+}  # fmt: skip
 
 
 def bucket_of(rows: int) -> int:
@@ -97,17 +115,11 @@ def tile_of(rows: int, size: int, inner: int) -> Tile | None:
 
 
 def guess(rows: int, size: int, inner: int) -> Tile | None:
-    """Choose for a shape that has not been measured.
-
-    A program of 16 rows per multiprocessor at least, if there are so many; wider ones where there
-    are more, since each program reads all of x.
-    """
-    if rows > 16:
-        return None
+    """Choose for a shape that has not been measured, like the measured ones of its size."""
     if size * inner < 1 << 22:
-        if rows <= 4:
-            return Vector(4, 512, 4, 1 if rows == 1 else 4)
-        return None
+        if rows == 1:
+            return Vector(4, min(2048, inner), 4)
+        return Matrix(16, 128, 4, 5) if rows <= 16 else None
     if size < 8192:
-        return Matrix(16, 128, 4, 5) if rows <= 8 else None
-    return Matrix(32, 64, 4, 5) if rows <= 8 else Matrix(64, 64, 4, 4)
+        return Matrix(16, 128, 4, 5) if rows <= 16 else None
+    return Wide(64, 128, 4) if rows <= 8 or size >= 1 << 16 else None
