@@ -58,7 +58,8 @@ def mamba2(
     inner = hf.integer("mamba_d_ssm", hf.integer("mamba_expand", 2) * hf.integer("hidden_size"))
     num_heads, num_groups = hf.integer("mamba_n_heads", low=1), hf.integer("mamba_n_groups", low=1)
     found = hf.values.get("mamba_d_head")
-    if inner % num_heads or num_heads % num_groups or found not in (inner // num_heads, "auto"):
+    sizes = (None, "auto", inner // num_heads)
+    if inner % num_heads or num_heads % num_groups or found not in sizes:
         raise ModelError(
             f"{hf.path}: mamba_n_heads={num_heads} heads of mamba_d_head={found!r} in "
             f"mamba_n_groups={num_groups} groups make up {inner} channels, want equal groups of "

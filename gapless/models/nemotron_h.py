@@ -124,7 +124,8 @@ def _attention(hf: HfConfig) -> LayerSpec:
     spec = AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=hf.integer("num_key_value_heads", num_heads, low=1),
-        head_dim=hf.integer("head_dim", low=1),
+        # the second key is that of the first configs
+        head_dim=hf.integer("head_dim", hf.optional_integer("attention_head_dim"), low=1),
         rotary_dim=0,
         rope_theta=0.0,
         has_qk_norm=False,

@@ -143,9 +143,9 @@ def test_prefixes_and_drafts_change_nothing(
 
     warm.engine._loop._run = guarded
     base = token_ids()[1][:50]
-    warm.generate(base, PARAMS)
-    for offset in OFFSETS:
-        prompt = [*base[:offset], *token_ids()[2][:5]]
+    turn = [*base, *warm.generate(base, PARAMS).token_ids]
+    # the last one goes on from where a request ended, whose states are folded then
+    for prompt in [*([*base[:n], *token_ids()[2][:5]] for n in OFFSETS), [*turn, 9]]:
         for params in (PARAMS, SAMPLED):
             assert (
                 warm.generate(prompt, params).token_ids == cold.generate(prompt, params).token_ids
