@@ -15,11 +15,18 @@ class CompileCounter:
         self.count = 0
 
     def start(self) -> None:
-        """Count from now on, in place of any counter started before."""
+        """Count from now on."""
         from triton import knobs
 
         self.count = 0
         knobs.runtime.jit_post_compile_hook = self._note
+
+    @staticmethod
+    def stop() -> None:
+        """End the count of whichever engine began one: another is being made."""
+        from triton import knobs
+
+        knobs.runtime.jit_post_compile_hook = None
 
     def _note(self, **compiled: Any) -> None:
         self.count += 1

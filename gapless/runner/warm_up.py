@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 def warm_up(runner: Runner, config: Config) -> None:
     """Run one step of each kind, then capture the decode steps."""
     started, before = time.perf_counter(), torch.cuda.mem_get_info()[0]
+    runner.compiles.stop()
     for plan in _plans(config):
         runner.run(plan).wait()
     torch.cuda.synchronize()
@@ -50,15 +51,18 @@ def _plans(config: Config) -> Iterator[StepPlan]:
     # longest first: that is what kernels are tuned for, where they are
     known = {min(n, longest) for n in (1, 4, 7, 16, 32, 64, 100, 512, 2048, longest)}
     lengths = sorted(known, reverse=True)
+    # sampling is divided by the number of rows, and so is what surrounds it
+    most = min(config.max_running_requests, config.chunked_prefill_size, config.num_pages)
+    counts = [2**exponent for exponent in range(1, 9) if 2**exponent <= most]
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9)):
-        for step, length in enumerate(lengths):
-            yield StepPlan(
-                step_id=step,
-                prefill=(_segment(config, params, length),),
-                decode=(),
-                page_entries=(),
-                max_seq_len=0,
-            )
+        chunks = [(_segment(config, params, length),) for length in lengths]
+        shortest = _segment(config, params, 1)
+        chunks += [
+            tuple(replace(shortest, slot=i, state_row=i, pages=(i,)) for i in range(count))
+            for count in counts
+        ]
+        for chunk in chunks:
+            yield StepPlan(step_id=0, prefill=chunk, decode=(), page_entries=(), max_seq_len=0)
     if not (config.uses_prefix_cache and config.row_bytes) or config.num_state_rows < 4:
         return
     if longest < 100:
@@ -74,7 +78,7 @@ def _plans(config: Config) -> Iterator[StepPlan]:
     )  # fmt: skip
     for segments in ((resumed,), (resumed, fresh) if fresh.slot else (fresh,)):
         yield StepPlan(
-            step_id=len(lengths),
+            step_id=0,
             prefill=segments,
             decode=(),
             page_entries=(),

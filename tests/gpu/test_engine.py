@@ -66,3 +66,42 @@ def test_steady_steps_are_one_graph_each_and_never_sync() -> None:
         llm.engine.step()
     for stream in streams:
         stream.close()
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_nothing_is_compiled_once_the_engine_is_ready(num_steps: int) -> None:
+    llm = LLM(device="cuda", speculative_num_steps=num_steps, **OPTIONS | {"dtype": "bfloat16"})
+    llm.generate(QUESTIONS, PARAMS)
+    llm.generate([[5] * length for length in (1, 3, 17, 40, 100)] * 2, PARAMS[0])
+    history = [*QUESTIONS[0], {"role": "assistant", "content": "24"}, *QUESTIONS[1]]
+    llm.generate(history, PARAMS[1])
+    assert runner_of(llm).compiles.count == 0
+
+
+def test_a_prefix_is_resumed_and_saved_on_the_device() -> None:
+    """Tokens as without a cache, in float32 with the shapes of both runs apart."""
+    warm, cold = (LLM(device="cuda", disable_prefix_cache=off, **OPTIONS) for off in (False, True))
+    base = warm.encode(QUESTIONS[0])
+    params = PARAMS[0]
+    for offset in (len(base) // 2, len(base) - 3, len(base)):
+        prompt = [*base[:offset], *warm.encode(QUESTIONS[2])]
+        for _ in range(2):
+            assert (
+                warm.generate(prompt, params).token_ids == cold.generate(prompt, params).token_ids
+            )
+    assert warm.cache_counters.num_hits >= 3
+
+
+def test_the_host_tier_gives_back_what_the_device_has_lost() -> None:
+    llm = LLM(device="cuda", host_cache_gb=0.1, **OPTIONS)
+    prompts = [[7 + i] * 90 for i in range(4)]
+    first = [llm.generate(prompt, PARAMS[0]).token_ids for prompt in prompts]
+    cache = llm.engine.scheduler._cache
+    taken = cache._pages.allocate(cache.num_free_pages)
+    assert taken is not None
+    # everything on the device gives way
+    while cache.prefix.make_room(cache.num_free_pages + 1):
+        pass
+    cache._pages.release(taken)
+    assert [llm.generate(prompt, PARAMS[0]).token_ids for prompt in prompts] == first
+    assert llm.cache_counters.num_loads >= 2

@@ -23,5 +23,7 @@ def test_counts_and_warns(caplog: pytest.LogCaptureFixture) -> None:
         assert "_some_kernel" in caplog.text
         counter.start()
         assert counter.count == 0
+        counter.stop()
+        assert knobs.runtime.jit_post_compile_hook is None
     finally:
         knobs.runtime.jit_post_compile_hook = before
