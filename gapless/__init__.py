@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gapless.config.options import EngineOptions
+    from gapless.core.grammar import Grammar
     from gapless.core.sampling_params import SamplingParams
     from gapless.engine.llm import LLM
     from gapless.errors import (
@@ -36,6 +37,7 @@ __all__ = [
     "ContextTooLong",
     "EngineOptions",
     "GaplessError",
+    "Grammar",
     "InternalError",
     "InvalidRequest",
     "ModelError",
@@ -50,6 +52,7 @@ __all__ = [
 _HOMES = {
     "LLM": "gapless.engine.llm",
     "EngineOptions": "gapless.config.options",
+    "Grammar": "gapless.core.grammar",
     "SamplingParams": "gapless.core.sampling_params",
 }
 

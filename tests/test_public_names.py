@@ -14,7 +14,7 @@ ERRORS = sorted(
     for name, value in vars(errors).items()
     if inspect.isclass(value) and issubclass(value, errors.GaplessError)
 )
-PUBLIC = sorted(["LLM", "SamplingParams", "EngineOptions", *ERRORS])
+PUBLIC = sorted(["LLM", "SamplingParams", "EngineOptions", "Grammar", *ERRORS])
 
 
 def test_all_lists_the_public_names() -> None:

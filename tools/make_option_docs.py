@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from gapless.config.options import EngineOptions
+from gapless.core.grammar import Grammar
 from gapless.core.sampling_params import SamplingParams
 from gapless.server.options import ServerOptions
 
@@ -46,9 +47,9 @@ the engine chooses, and says why with `--log-level info`.
 SAMPLING = """## Sampling
 
 `SamplingParams`: how a request chooses its tokens and when it ends. The same names are flags of
-`gapless generate` and `gapless chat`, but for `seed`, which there is the engine's. These two are
-greedy unless told otherwise: `--temperature 0`. Without parameters, `LLM` takes the checkpoint's
-own from its generation_config.json.
+`gapless generate` and `gapless chat`, but for `seed`, which there is the engine's, and `grammar`,
+which is Python's and the server's. These two are greedy unless told otherwise: `--temperature 0`.
+Without parameters, `LLM` takes the checkpoint's own from its generation_config.json.
 """
 SERVER = """## Server
 
@@ -122,7 +123,8 @@ def _type_name(hint: Any) -> str:
         return "pairs of " + " and ".join(_type_name(argument) for argument in arguments)
     if arguments:
         return " or ".join(_type_name(argument) for argument in arguments)
-    return {str: "text", int: "integer", float: "number", bool: "yes or no"}[hint]
+    names = {str: "text", int: "integer", float: "number", bool: "yes or no", Grammar: "`Grammar`"}
+    return names[hint]
 
 
 def _default(field: Field[Any]) -> str:

@@ -536,19 +536,25 @@ def _peer_rows(device: torch.device) -> Iterator[dict[str, Any]]:
 # per row bucket; block_v, run_v, num_warps, max_registers, num_stages
 CANDIDATES: dict[str, tuple[list[Launch], list[Launch], list[Launch]]] = {
     "decode": (
-        [Launch(16, 16), Launch(32, 32), Launch(16, 16, 4), Launch(32, 32, 4)],
-        [Launch(16, 16), Launch(32, 32), Launch(64, 64), Launch(32, 64)],
+        [Launch(16, 16, 4), Launch(32, 32, 4), Launch(64, 64, 8), Launch(16, 32, 4, None, 2)],
         [
-            Launch(64, 128, 1, 128), Launch(64, 128, 1, 168), Launch(64, 128),
-            Launch(32, 128, 1, 128), Launch(64, 64, 1, 128), Launch(128, 128, 4),
+            Launch(32, 32, 4), Launch(16, 32, 4, None, 2), Launch(32, 64, 4, None, 2),
+            Launch(64, 128, 4, None, 2), Launch(32, 128, 4, None, 4),
+        ],
+        [
+            Launch(64, 128, 4, None, 2), Launch(32, 128, 4, None, 3), Launch(32, 128, 2, None, 3),
+            Launch(32, 128, 4, None, 4), Launch(16, 128, 4, None, 4), Launch(16, 128, 2, None, 4),
         ],
     ),
     "packed": (
-        [Launch(16, 16), Launch(32, 32), Launch(16, 16, 4), Launch(64, 64, 4)],
-        [Launch(32, 32), Launch(64, 64), Launch(64, 64, 4), Launch(128, 128, 4)],
+        [Launch(8, 8), Launch(16, 16, 4), Launch(32, 32, 8), Launch(64, 64, 8)],
         [
-            Launch(64, 128), Launch(32, 128), Launch(64, 64), Launch(32, 64),
-            Launch(64, 64, 4), Launch(128, 128, 4),
+            Launch(8, 8), Launch(64, 64, 4), Launch(64, 64, 8), Launch(128, 128, 8),
+            Launch(32, 128, 4, None, 3),
+        ],
+        [
+            Launch(8, 8), Launch(64, 64, 4), Launch(128, 128, 8),
+            Launch(32, 128, 4, None, 3), Launch(16, 128, 4, None, 4),
         ],
     ),
     "window": (
@@ -565,10 +571,10 @@ CANDIDATES: dict[str, tuple[list[Launch], list[Launch], list[Launch]]] = {
 def sweep(device: torch.device) -> list[dict[str, Any]]:
     """Time candidate settings in each row bucket; print the best four of each, return them all.
 
-    States are fp32; bf16 ones are served with the same settings.
+    Windows of several tokens have fp32 states; bf16 ones are served with the same settings.
     """
     torch.manual_seed(0)
-    swept = [case for case in cases() if case.state_dtype is FP32]
+    swept = [case for case in cases() if case.width == 1 or case.state_dtype is FP32]
     compile_all(
         [
             (case, launch)

@@ -13,6 +13,7 @@ import tyro  # noqa: TC002 (annotations are read when parsing)
 
 from gapless.assets import heldout
 from gapless.config.options import EngineOptions
+from gapless.core.grammar import Grammar  # noqa: TC001 (annotations are read when parsing)
 from gapless.core.sampling_params import SamplingParams
 from gapless.errors import InvalidRequest
 from gapless.observe.logging import configure
@@ -32,6 +33,7 @@ class Sampling(SamplingParams):
     """Divides the logits; 0, the default, is greedy."""
     # the engine's --seed gives every prompt a seed of its own
     seed: tyro.conf.SuppressFixed[tyro.conf.Fixed[int | None]] = None
+    grammar: tyro.conf.Suppress[Grammar | None] = None
 
 
 @dataclass(frozen=True)

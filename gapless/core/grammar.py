@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from gapless.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import numpy as np
 
 # longer ones would travel and compile for too long
@@ -51,9 +52,17 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
-        """JSON that a schema, given as an object or as its text, admits."""
-        source = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
-        return cls(GrammarKind.JSON_SCHEMA, source)
+        """JSON that a schema, given as an object or as its text, admits.
+
+        Raises:
+            InvalidRequest: the object nests too deeply to be written.
+        """
+        if isinstance(schema, str):
+            return cls(GrammarKind.JSON_SCHEMA, schema)
+        try:
+            return cls(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+        except RecursionError as error:
+            raise InvalidRequest("the json_schema nests too deeply; flatten it") from error
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:

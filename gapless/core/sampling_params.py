@@ -64,7 +64,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same for each prompt token after the first."""
     grammar: Grammar | None = None
-    """What the whole output must follow; it ends where that is complete."""
+    """What the whole output must follow, such as `Grammar.json_schema(...)`; it ends where that is
+    complete. Needs xgrammar, of the extra `grammar`."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)

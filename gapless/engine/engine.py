@@ -182,9 +182,7 @@ class Engine:
         for submission, own_states in zip(submissions, states, strict=True):
             self._enqueue(submission, own_states)
 
-    def _grammar_states(
-        self, params: SamplingParams, count: int
-    ) -> Sequence[GrammarState | None]:
+    def _grammar_states(self, params: SamplingParams, count: int) -> Sequence[GrammarState | None]:
         """Begin `count` texts in the grammar of a request; without one, as many times None.
 
         Raises:

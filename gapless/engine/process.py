@@ -18,18 +18,29 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from gapless.engine import wire
-from gapless.errors import ContextTooLong, GaplessError, InternalError, RequestError
+from gapless.errors import (
+    ContextTooLong,
+    GaplessError,
+    InternalError,
+    InvalidRequest,
+    RequestError,
+)
 from gapless.observe.logging import configure
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gapless.config.options import EngineOptions
     from gapless.core.messages import Update
     from gapless.engine.engine import Engine
+    from gapless.text.grammar import Compilation
 
 # calls taken between two steps, so that a flood of them cannot stop the steps
 MAX_CALLS_PER_STEP = 256
 # statistics are sent no more often than this, and always before the engine rests
 STATS_INTERVAL_S = 0.2
+# how often an idle engine looks whether a grammar has been compiled
+COMPILE_POLL_MS = 5
 # how long the last message may take to leave
 LINGER_MS = 2000
 
@@ -76,6 +87,8 @@ class EngineService:
         self._engine = engine
         self._socket = socket
         self._answers: list[wire.Answer] = []
+        # calls whose grammars are being compiled
+        self._compiling: list[tuple[wire.Submit, list[Compilation]]] = []
         self._updates: list[Update] = []
         # when the statistics may be sent again, and whether they have changed since
         self._stats_due = 0.0
@@ -86,6 +99,7 @@ class EngineService:
         """Serve until `Stop`."""
         while not self._is_stopping:
             self._take_calls()
+            self._queue_compiled()
             # callers wait for these, and a step may take long
             if self._answers:
                 self._send()
@@ -109,6 +123,8 @@ class EngineService:
     def _patience_ms(self) -> int | None:
         if self._engine.has_work:
             return 0
+        if self._compiling:
+            return COMPILE_POLL_MS
         if not self._has_stats:
             return None
         return max(0, round(1000 * (self._stats_due - time.monotonic())))
@@ -116,8 +132,9 @@ class EngineService:
     def _handle(self, call: wire.ToEngine) -> None:
         match call:
             case wire.Submit():
-                self._answers.append(self._submit(call))
+                self._compile(call)
             case wire.Abort():
+                self._drop_compiling(call.request_ids)
                 for request_id in call.request_ids:
                     self._updates += self._engine.abort(request_id)
             case wire.FlushCache():
@@ -128,6 +145,32 @@ class EngineService:
                 self._stats_due = 0.0
             case wire.Stop():
                 self._is_stopping = True
+
+    def _compile(self, call: wire.Submit) -> None:
+        """Begin to compile a call's grammars beside the steps; the call is queued once they are."""
+        grammars = {submission.params.grammar for submission in call.submissions}
+        started = [self._engine.grammars.start(own) for own in grammars if own is not None]
+        if started:
+            self._compiling.append((call, started))
+        else:
+            self._answers.append(self._submit(call))
+
+    def _queue_compiled(self) -> None:
+        waiting = []
+        for call, started in self._compiling:
+            if all(compilation.is_settled for compilation in started):
+                self._answers.append(self._submit(call))
+            else:
+                waiting.append((call, started))
+        self._compiling = waiting
+
+    def _drop_compiling(self, request_ids: Sequence[str]) -> None:
+        """Refuse what is aborted before it was queued."""
+        for call, started in list(self._compiling):
+            if any(submission.request_id in request_ids for submission in call.submissions):
+                self._compiling.remove((call, started))
+                fault = wire.Fault.of(InvalidRequest("aborted while its grammar was compiled"))
+                self._answers.append(wire.Answer(call.call, fault=fault))
 
     def _submit(self, call: wire.Submit) -> wire.Answer:
         try:

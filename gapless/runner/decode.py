@@ -54,9 +54,7 @@ class DecodeKey:
 class DecodeRunner:
     """Runs decode steps over static buffers."""
 
-    def __init__(
-        self, device: Device, config: Config, emitted: Tensor, masks: MaskUpload
-    ) -> None:
+    def __init__(self, device: Device, config: Config, emitted: Tensor, masks: MaskUpload) -> None:
         """Args: emitted: [max rows, 2 + W_max] int64: each row's emitted and proposed counts, and
         its tokens."""
         self._device = device
@@ -82,10 +80,11 @@ class DecodeRunner:
 
         Returns log-probabilities [rows * W], padding included, where a row wants some.
         """
-        key = self._key(plan)
+        is_constrained = any(row.request.is_constrained for row in plan.decode)
+        key = self._key(plan, is_masked=is_constrained)
         graph = self._graphs.get(key, lambda: self._stages(key))
         inputs = self._upload.send(self._arrays(key, plan.decode, plan.page_entries))
-        if any(row.request.is_constrained for row in plan.decode):
+        if is_constrained:
             self._awaited = plan.decode, self._fetch_drafts(inputs["slots"])
         graph.launch()
         if key.num_top is None:
@@ -107,11 +106,10 @@ class DecodeRunner:
         """Destroy the captured steps."""
         self._graphs.clear()
 
-    def _key(self, plan: StepPlan) -> DecodeKey:
+    def _key(self, plan: StepPlan, *, is_masked: bool) -> DecodeKey:
         # verify reaches W positions past the committed length, the drafts after it W - 1 more
         reach = min(plan.max_seq_len + 2 * self._window - 1, self._kv_lens[-1])
         mode = sampling_mode(row.request.params for row in plan.decode)
-        is_masked = any(row.request.is_constrained for row in plan.decode)
         if self._is_on_gpu:
             # edits and masks share their graphs
             is_masked |= mode.edits_logits

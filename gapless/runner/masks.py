@@ -62,10 +62,10 @@ class MaskUpload:
                 request.grammar.fill(request.output_ids, drafts[row], masks)
         sent = self._upload.send(arrays)
         if constrained:
-            masks = sent["masks"][1:]
-            summed = self._communicator.all_reduce(masks)
-            if summed is not masks:
-                masks.copy_(summed)
+            own = sent["masks"][1:]
+            summed = self._communicator.all_reduce(own)
+            if summed is not own:
+                own.copy_(summed)
         self._is_clear = not constrained
 
     def _arrays(self, num_masks: int) -> dict[str, np.ndarray]:

@@ -55,7 +55,9 @@ def _plans(config: Config) -> Iterator[StepPlan]:
     most = min(config.max_running_requests, config.chunked_prefill_size, config.num_pages)
     counts = [2**exponent for exponent in range(1, 9) if 2**exponent <= most]
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9)):
-        chunks = [(_segment(config, params, length),) for length in lengths]
+        chunks: list[tuple[PrefillSegment, ...]] = [
+            (_segment(config, params, length),) for length in lengths
+        ]
         shortest = _segment(config, params, 1)
         chunks += [
             tuple(replace(shortest, slot=i, state_row=i, pages=(i,)) for i in range(count))

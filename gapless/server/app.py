@@ -19,8 +19,24 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gapless.errors import GaplessError
-from gapless.server import chat, completions, others, schemas
-from gapless.server.errors import ApiError, as_api_error
+from gapless.server import (
+    chat,
+    completions,
+    message_schemas,
+    messages,
+    others,
+    page,
+    response_schemas,
+    responses,
+    schemas,
+)
+from gapless.server.errors import (
+    MESSAGES_PATH,
+    ApiError,
+    ErrorBody,
+    MessagesError,
+    as_api_error,
+)
 from gapless.server.openapi import document
 from gapless.server.sse import EventStream
 
@@ -35,7 +51,7 @@ Answer = msgspec.Struct | dict[str, Any] | Response | EventStream
 Handler = Callable[["Site", Request], Awaitable[Answer]]
 
 # what anybody may ask, and at any time
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", page.PATH})
 
 
 @dataclass(frozen=True)
@@ -49,14 +65,24 @@ class Endpoint:
     """None: no JSON object of a fixed form."""
     request: type[msgspec.Struct] | None = None
     chunk: type[msgspec.Struct] | None = None
-    """Of the events of a stream, where there may be one."""
+    """Of the events of a stream, where there may be one of events of one type."""
+    is_work: bool = False
+    """Whether it makes the engine work, and may stream."""
+    error: type[msgspec.Struct] = ErrorBody
 
 
 ENDPOINTS = (
     Endpoint("POST", "/v1/chat/completions", chat.create, schemas.ChatResponse,
-             schemas.ChatRequest, schemas.ChatChunk),
+             schemas.ChatRequest, schemas.ChatChunk, is_work=True),
     Endpoint("POST", "/v1/completions", completions.create, schemas.CompletionResponse,
-             schemas.CompletionRequest, schemas.CompletionResponse),
+             schemas.CompletionRequest, schemas.CompletionResponse, is_work=True),
+    Endpoint("POST", MESSAGES_PATH, messages.create, message_schemas.MessagesResponse,
+             message_schemas.MessagesRequest, is_work=True, error=MessagesError),
+    Endpoint("POST", f"{MESSAGES_PATH}/count_tokens", messages.count_tokens,
+             message_schemas.CountTokensResponse, message_schemas.CountTokensRequest,
+             error=MessagesError),
+    Endpoint("POST", "/v1/responses", responses.create, response_schemas.ResponsesResponse,
+             response_schemas.ResponsesRequest, is_work=True),
     Endpoint("GET", "/v1/models", others.models, schemas.ModelList),
     Endpoint("GET", "/v1/models/{model:path}", others.model, schemas.Model),
     Endpoint("POST", "/tokenize", others.tokenize, schemas.TokenizeResponse,
@@ -85,6 +111,7 @@ def make_app(site: Site) -> ASGIApp:
         return Response(openapi, media_type="application/json")
 
     routes.append(Route("/openapi.json", describe, methods=["GET"]))
+    routes.append(Route(page.PATH, page.show, methods=["GET"]))
     return Starlette(
         routes=routes,
         middleware=[Middleware(Gate, site=site)],
@@ -114,7 +141,7 @@ class Gate:
         self._app = app
         self._site = site
         key = site.options.api_key
-        self._expected = None if key is None else f"Bearer {key}".encode()
+        self._key = None if key is None else key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, as an ASGI application."""
@@ -138,7 +165,7 @@ class Gate:
         try:
             self._check(scope)
         except ApiError as error:
-            await error.response()(scope, receive, count)
+            await error.response(scope["path"])(scope, receive, count)
             return
         site.enter()
         try:
@@ -147,13 +174,17 @@ class Gate:
             site.leave()
 
     def _check(self, scope: Scope) -> None:
-        if self._expected is not None:
-            given = dict(scope["headers"]).get(b"authorization", b"")
+        if self._key is not None:
+            headers = dict(scope["headers"])
+            bearer = headers.get(b"authorization", b"")
             # takes as long for a wrong key as for a right one
-            if not hmac.compare_digest(given, self._expected):
+            is_bearer = hmac.compare_digest(bearer, b"Bearer " + self._key)
+            is_own = hmac.compare_digest(headers.get(b"x-api-key", b""), self._key)
+            if not (is_bearer or is_own):
                 raise ApiError(
                     HTTPStatus.UNAUTHORIZED,
-                    "the API key is wrong or missing; send `Authorization: Bearer KEY`",
+                    "the API key is wrong or missing; send `Authorization: Bearer KEY` or "
+                    "`x-api-key: KEY`",
                     code="invalid_api_key",
                 )
         takes_work = scope["method"] == "POST" and scope["path"] != "/abort"
@@ -161,22 +192,20 @@ class Gate:
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
-    del request
     assert isinstance(error, ApiError), "handlers are chosen by type"
-    return error.response()
+    return error.response(request.url.path)
 
 
 async def _on_own_error(request: Request, error: Exception) -> Response:
-    del request
     assert isinstance(error, GaplessError), "handlers are chosen by type"
-    return as_api_error(error).response()
+    return as_api_error(error).response(request.url.path)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "handlers are chosen by type"
     status = HTTPStatus(error.status_code)
     message = f"{request.method} {request.url.path}: {status.phrase}; see /openapi.json"
-    response = ApiError(status, message).response()
+    response = ApiError(status, message).response(request.url.path)
     response.headers.update(error.headers or {})
     return response
 
@@ -184,4 +213,4 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 async def _on_other_error(request: Request, error: Exception) -> Response:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     message = "the server failed at this request; its log says why"
-    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message).response()
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message).response(request.url.path)

@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
+import uuid
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from gapless.core.messages import Submission
+from msgspec import UNSET
+
+from gapless.core.request import FinishReason
+from gapless.server.answer import Blocks
 from gapless.server.body import read_body
 from gapless.server.collected import Collected, collect
 from gapless.server.errors import ApiError
 from gapless.server.identity import response_id
 from gapless.server.logprobs import chat_logprobs
-from gapless.server.running import Running
 from gapless.server.sampling import check_request, sampling_params
 from gapless.server.schemas import (
+    CalledFunction,
+    CalledFunctionDelta,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatDelta,
+    ChatFinishReason,
     ChatMessage,
     ChatRequest,
     ChatResponse,
+    ToolCall,
+    ToolCallDelta,
 )
 from gapless.server.sse import EventStream, event, usage_of_chunk
+from gapless.server.talk import Chat, Talk, start
+from gapless.server.toolbox import chat_tools
+from gapless.text.reasoning import Reasoning
+from gapless.text.tools import CallArguments, CallBegin, CallBroken, Text
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -34,8 +45,9 @@ if TYPE_CHECKING:
 
     from gapless.core.messages import Update
     from gapless.core.sampling_params import SamplingParams
+    from gapless.server.answer import AnswerReader, Block, Event
+    from gapless.server.running import Running
     from gapless.server.site import Site
-    from gapless.text.chat import EncodedPrompt
     from gapless.text.tokenizer import Tokenizer
 
 
@@ -45,13 +57,18 @@ async def create(site: Site, request: Request) -> EventStream | ChatResponse:
     site.check_model(body.model)
     check_request(body)
     params = _params(body, site.ready.default_params)
-    prompt = await asyncio.to_thread(_encode, site, body, params)
+    chat = Chat(
+        messages=body.messages,
+        tools=chat_tools(body.tools, body.tool_choice, is_single=not body.parallel_tool_calls),
+        variables=body.chat_template_kwargs,
+        add_generation_prompt=body.add_generation_prompt,
+        splits_reasoning=body.separate_reasoning,
+    )
     own_id = response_id("chatcmpl", body.request_id, request)
-    submission = Submission(own_id, tuple(prompt.token_ids), params, prompt.message_end)
-    running = await Running.start(site, request, own_id, [submission])
-    answer = _Answer(site, body, own_id, running)
+    talk = await start(site, request, own_id, chat, params)
+    answer = _Answer(site, body, own_id, talk)
     if body.stream:
-        return EventStream(running, answer.events())
+        return EventStream(talk.running, answer.events())
     return await answer.whole()
 
 
@@ -71,17 +88,6 @@ def _params(body: ChatRequest, defaults: SamplingParams) -> SamplingParams:
     )
 
 
-def _encode(site: Site, body: ChatRequest, params: SamplingParams) -> EncodedPrompt:
-    reader = site.reader
-    prompt = reader.chat(
-        body.messages,
-        add_generation_prompt=body.add_generation_prompt,
-        variables=body.chat_template_kwargs,
-    )
-    reader.limits.check(prompt.token_ids, params)
-    return prompt
-
-
 @dataclass(frozen=True)
 class _Answer:
     """The two forms of an answer."""
@@ -89,7 +95,12 @@ class _Answer:
     site: Site
     body: ChatRequest
     own_id: str
-    running: Running
+    talk: Talk
+
+    @property
+    def running(self) -> Running:
+        """The work."""
+        return self.talk.running
 
     @property
     def _tokenizer(self) -> Tokenizer:
@@ -108,11 +119,13 @@ class _Answer:
 
     def _choice(self, index: int, choice: Collected) -> ChatChoice:
         asked = self.body.logprobs
+        reader, blocks = self.talk.readers[index], Blocks()
+        blocks.add(reader.read(choice.text, is_last=True))
         return ChatChoice(
             index=index,
-            message=ChatMessage(choice.text),
+            message=_message(blocks.whole),
             logprobs=chat_logprobs(self._tokenizer, choice.logprobs) if asked else None,
-            finish_reason=choice.finish_reason,
+            finish_reason=_finish_reason(choice.finish_reason, reader),
             stop_reason=choice.stop_reason,
         )
 
@@ -126,33 +139,95 @@ class _Answer:
             model = self.site.model_name
             return event(ChatChunk(self.own_id, created, model, list(choices), usage))
 
+        writers = [_DeltaWriter() for _ in range(self.body.n)]
         while updates := await self.running.take():
             events = []
             for update in updates:
-                if not self._has_news(update):
-                    continue
                 index = self.running.choice(update)
+                news = self._news(index, update, writers[index])
+                if not news:
+                    continue
                 if index in silent:
                     silent.remove(index)
                     events.append(chunk(ChatChunkChoice(index, ChatDelta("assistant", ""))))
-                events.append(chunk(self._news(index, update)))
+                events += [chunk(choice) for choice in news]
             if events:
                 yield b"".join(events)
         if options is not None and options.include_usage:
             yield chunk()
 
-    def _has_news(self, update: Update) -> bool:
-        """Whether an update has anything to send; text may be held back."""
-        return bool(update.text or update.finish_reason or (self.body.logprobs and update.logprobs))
-
-    def _news(self, index: int, update: Update) -> ChatChunkChoice:
-        logprobs = None
+    def _news(self, index: int, update: Update, writer: _DeltaWriter) -> list[ChatChunkChoice]:
+        """Return what an update has to send; text may be held back."""
+        deltas = [
+            delta for event in self.talk.read(update) if (delta := writer.delta(event)) is not None
+        ]
+        logprobs, finish = None, None
         if self.body.logprobs and update.logprobs:
             logprobs = chat_logprobs(self._tokenizer, update.logprobs)
-        return ChatChunkChoice(
-            index,
-            ChatDelta(content=update.text),
-            logprobs,
-            update.finish_reason,
-            update.stop_reason,
-        )
+        if update.finish_reason is not None:
+            finish = _finish_reason(update.finish_reason, self.talk.readers[index])
+        if not deltas:
+            if logprobs is None and finish is None:
+                return []
+            deltas = [ChatDelta(content="")]
+        last = len(deltas) - 1
+        return [
+            ChatChunkChoice(
+                index,
+                delta,
+                # once, though the tokens may be those of several deltas
+                logprobs if place == 0 else None,
+                finish if place == last else None,
+                update.stop_reason if place == last else None,
+            )
+            for place, delta in enumerate(deltas)
+        ]
+
+
+class _DeltaWriter:
+    """Events of one choice to what chunks carry."""
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+
+    def delta(self, event: Event) -> ChatDelta | None:
+        """Return what an event adds; None for nothing."""
+        match event:
+            case Text(text) | CallBroken(text):
+                return ChatDelta(content=text)
+            case Reasoning(text):
+                return ChatDelta(reasoning_content=text)
+            case CallBegin(name):
+                self._num_calls += 1
+                function = CalledFunctionDelta("", name)
+                call = ToolCallDelta(self._num_calls - 1, function, _call_id(), "function")
+                return ChatDelta(tool_calls=[call])
+            case CallArguments(text):
+                call = ToolCallDelta(self._num_calls - 1, CalledFunctionDelta(text))
+                return ChatDelta(tool_calls=[call])
+        return None
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _message(blocks: list[Block]) -> ChatMessage:
+    texts = [block.text for block in blocks if block.kind == "text"]
+    thoughts = [block.text for block in blocks if block.kind == "reasoning"]
+    calls = [
+        ToolCall(f"call_{block.id}", CalledFunction(block.name, block.text))
+        for block in blocks
+        if block.kind == "call"
+    ]
+    return ChatMessage(
+        content=None if calls and not texts else "".join(texts),
+        reasoning_content="".join(thoughts) if thoughts else UNSET,
+        tool_calls=calls or UNSET,
+    )
+
+
+def _finish_reason(reason: FinishReason, reader: AnswerReader) -> ChatFinishReason:
+    if reader.has_calls and reason is FinishReason.STOP:
+        return ChatFinishReason.TOOL_CALLS
+    return ChatFinishReason(reason.value)

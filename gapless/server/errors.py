@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from http import HTTPStatus
+from typing import Literal
 
 import msgspec
 from starlette.responses import Response
@@ -23,6 +24,13 @@ _TYPES = {
     HTTPStatus.INTERNAL_SERVER_ERROR: "server_error",
     HTTPStatus.SERVICE_UNAVAILABLE: "server_error",
 }
+MESSAGES_PATH = "/v1/messages"
+# where Anthropic's names differ
+_MESSAGES_TYPES = {
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "api_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+}
 # a parameter that an error message begins with
 _PARAM = re.compile(r"(\w+)(?:=|\[| holds )")
 
@@ -40,6 +48,20 @@ class ErrorBody(msgspec.Struct, frozen=True):
     """Body of every answer that is not a success, and of an event that ends a stream early."""
 
     error: ErrorDetail
+
+
+class MessagesErrorDetail(msgspec.Struct, frozen=True):
+    """What went wrong, in Anthropic's form."""
+
+    type: str
+    message: str
+
+
+class MessagesError(msgspec.Struct, frozen=True):
+    """Body of every answer of /v1/messages that is not a success, and of a stream's error event."""
+
+    error: MessagesErrorDetail
+    type: Literal["error"] = "error"
 
 
 class ApiError(Exception):
@@ -64,8 +86,14 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "invalid_request_error")
         return msgspec.json.encode(ErrorBody(ErrorDetail(str(self), kind, self.param, self.code)))
 
-    def response(self) -> Response:
-        """Make the whole answer."""
+    @property
+    def messages_body(self) -> bytes:
+        """JSON of the error in the form of /v1/messages."""
+        kind = _MESSAGES_TYPES.get(self.status, _TYPES.get(self.status, "invalid_request_error"))
+        return msgspec.json.encode(MessagesError(MessagesErrorDetail(kind, str(self))))
+
+    def response(self, path: str) -> Response:
+        """Make the whole answer to a request for `path`."""
         headers = {}
         if self.status in RETRY_AFTER_S:
             headers["retry-after"] = str(RETRY_AFTER_S[self.status])
@@ -73,8 +101,9 @@ class ApiError(Exception):
             headers["www-authenticate"] = "Bearer"
         if self.status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.REQUEST_TIMEOUT):
             headers["connection"] = "close"
+        body = self.messages_body if path.startswith(MESSAGES_PATH) else self.body
         return Response(
-            self.body, status_code=self.status, headers=headers, media_type="application/json"
+            body, status_code=self.status, headers=headers, media_type="application/json"
         )
 
 
@@ -102,6 +131,11 @@ class ClientGone(ApiError):
 
     def __init__(self) -> None:
         super().__init__(HTTPStatus.BAD_REQUEST, "the client has gone", code="client_gone")
+
+
+def wrong(param: str, what: str) -> ApiError:
+    """Make the error for a malformed part of a request."""
+    return ApiError(HTTPStatus.BAD_REQUEST, f"{param} {what}", param=param)
 
 
 def as_api_error(error: GaplessError) -> ApiError:

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 # of OpenAI's API
 INERT = frozenset(
     {
-        "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention",
+        "cache_control", "metadata", "prompt_cache_key", "prompt_cache_retention",
         "safety_identifier", "service_tier", "user",
     }
 )  # fmt: skip
-# names to the values that ask for nothing; those of OpenAI's API first, then vLLM's and SGLang's
+# names to the values that ask for nothing; those of OpenAI's API first, vLLM's and SGLang's last
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "audio": (),
     "best_of": (1,),
@@ -31,13 +31,22 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "prediction": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
+    # of responses and messages
+    "background": (False,),
+    "container": (),
+    "context_management": (),
+    "conversation": (),
+    "include": ([],),
+    "max_tool_calls": (),
+    "mcp_servers": ([],),
+    "output_config": ({},),
+    "previous_response_id": (),
+    "reasoning": ({},),
+    "truncation": ("disabled",),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "cache_salt": (),
@@ -45,10 +54,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "continue_final_message": (False,),
     "documents": ([],),
     "ebnf": (),
-    "guided_choice": (),
     "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "include_stop_str_in_output": (False,),
     "json_schema": (),
     "kv_transfer_params": (),
@@ -62,7 +68,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }

@@ -145,7 +145,9 @@ async def _farewell(site: Site) -> None:
 async def _load(plan: Plan, site: Site) -> None:
     """Wait for the engine, read the text side, and open the doors."""
     ready = await site.engine.ready()
-    reader = await asyncio.to_thread(PromptReader, ready, plan.chat_template)
+    reader = await asyncio.to_thread(
+        PromptReader, ready, plan.chat_template, plan.options.tool_call_parser
+    )
     site.open(ready, reader)
     logger.info("%s", _summary(site, ready))
     print(f"ready: {site.model_name} at {plan.url}", flush=True)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import gapless
-from gapless.server.errors import ErrorBody
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -36,11 +35,11 @@ _WITH_BODY = ("400", "408", "413", "415")
 
 def document(endpoints: Sequence[Endpoint], *, open_paths: Collection[str]) -> dict[str, Any]:
     """Return the document; `open_paths` need no key."""
-    types: list[type[msgspec.Struct]] = [ErrorBody]
+    types: list[type[msgspec.Struct]] = []
     for endpoint in endpoints:
         types += [
             kind
-            for kind in (endpoint.request, endpoint.response, endpoint.chunk)
+            for kind in (endpoint.request, endpoint.response, endpoint.chunk, endpoint.error)
             if kind is not None
         ]
     _, schemas = msgspec.json.schema_components(types, ref_template=_REF)
@@ -86,11 +85,11 @@ def _responses(endpoint: Endpoint) -> dict[str, Any]:
     statuses = set(_ALWAYS)
     if endpoint.request is not None:
         statuses |= {*_WITH_BODY, "404"}
-    if endpoint.chunk is not None:
+    if endpoint.is_work:
         statuses |= {"429", "504"}
     if _PARAMETER.search(endpoint.path):
         statuses.add("404")
-    error = {"application/json": {"schema": _reference(ErrorBody)}}
+    error = {"application/json": {"schema": _reference(endpoint.error)}}
     found: dict[str, Any] = {"200": {"description": "Done.", "content": _content(endpoint)}}
     for status in sorted(statuses):
         found[status] = {"description": _MEANINGS[status], "content": error}
@@ -103,6 +102,8 @@ def _content(endpoint: Endpoint) -> dict[str, Any]:
         kind = ("text/plain", "string") if is_text else ("application/json", "object")
         return {kind[0]: {"schema": {"type": kind[1]}}}
     content = {"application/json": {"schema": _reference(endpoint.response)}}
+    if endpoint.chunk is None and endpoint.is_work:
+        content["text/event-stream"] = {}
     if endpoint.chunk is not None:
         chunk = endpoint.chunk.__name__
         content["text/event-stream"] = {

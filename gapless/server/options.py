@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from gapless.errors import ConfigError
 
+# ruff: noqa: TC001 (annotations are read at run time)
+from gapless.text.tools import ToolStyle
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
@@ -26,6 +29,8 @@ class ServerOptions:
     """Name that clients call the model by; default: what --model says, or gapless-demo."""
     chat_template: str | None = None
     """File with a Jinja template, or the template itself, instead of the checkpoint's."""
+    tool_call_parser: ToolStyle | None = None
+    """How the model writes tool calls; default: as its chat template teaches."""
     max_body_bytes: int = 8 * 2**20
     """Largest body of a request."""
     request_timeout_seconds: float = 3600.0

@@ -5,19 +5,22 @@ Reading a prompt may take long, so `PromptReader`'s methods run in threads: the 
 
 from __future__ import annotations
 
-from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gapless.errors import ConfigError, ModelError
-from gapless.server.errors import ApiError
+from gapless.server.errors import wrong
+from gapless.server.toolbox import past_calls
 from gapless.text.chat import ChatTemplate, EncodedPrompt
-from gapless.text.tokenizer import Tokenizer
+from gapless.text.reasoning import CLOSE
+from gapless.text.tokenizer import Tokenizer, read_tokenizer_config
+from gapless.text.tools import style_of_template
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from gapless.engine.wire import Ready
+    from gapless.text.tools import ToolStyle
 
 # variables that a template has from the request itself
 _RESERVED = ("messages", "add_generation_prompt", "tools", "documents")
@@ -26,8 +29,18 @@ _RESERVED = ("messages", "add_generation_prompt", "tools", "documents")
 class PromptReader:
     """The text side of a model."""
 
-    def __init__(self, ready: Ready, chat_template: str | None) -> None:
-        """Load tokenizer and chat template; `chat_template` is Jinja in place of the checkpoint's.
+    tool_style: ToolStyle | None
+    """How the model writes tool calls; None where its template teaches no known way."""
+    has_reasoning: bool
+    """Whether its template knows of thoughts."""
+
+    def __init__(
+        self, ready: Ready, chat_template: str | None, tool_style: ToolStyle | None = None
+    ) -> None:
+        """Load tokenizer and chat template.
+
+        `chat_template` is Jinja in place of the checkpoint's, `tool_style` a style in place of
+        the one that the template teaches.
 
         Raises:
             ModelError: a file is missing or malformed.
@@ -40,6 +53,9 @@ class PromptReader:
         else:
             special = self.tokenizer.special_tokens
             self._template = ChatTemplate({"default": chat_template}, special)
+        source = _source(checkpoint) if chat_template is None else chat_template
+        self.tool_style = tool_style or style_of_template(source)
+        self.has_reasoning = CLOSE in source
 
     def chat(
         self,
@@ -47,8 +63,9 @@ class PromptReader:
         *,
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> EncodedPrompt:
-        """Encode a chat.
+        """Encode a chat; `tools` are those of OpenAI's chats.
 
         Raises:
             ApiError: the messages are malformed, or a variable's name is taken.
@@ -56,14 +73,18 @@ class PromptReader:
         """
         for name in _RESERVED:
             if name in variables:
-                raise _wrong(f"chat_template_kwargs.{name}", "is no variable; leave it out")
+                raise wrong(f"chat_template_kwargs.{name}", "is no variable; leave it out")
         plain = [_message(index, message) for index, message in enumerate(messages)]
         try:
             return self._template.encode(
-                self.tokenizer, plain, add_generation_prompt=add_generation_prompt, **variables
+                self.tokenizer,
+                plain,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                **variables,
             )
         except RecursionError as error:
-            raise _wrong("messages", "nest too deeply; flatten them") from error
+            raise wrong("messages", "nest too deeply; flatten them") from error
 
     def texts(self, prompt: str | list[str | int | list[int]]) -> list[EncodedPrompt]:
         """Encode a completion's prompt, which is one or several of text or token ids.
@@ -74,14 +95,14 @@ class PromptReader:
         if isinstance(prompt, str):
             return [self._text(prompt)]
         if not prompt:
-            raise _wrong("prompt", "is empty; want text or token ids")
+            raise wrong("prompt", "is empty; want text or token ids")
         ids = [item for item in prompt if isinstance(item, int)]
         if ids:
             if len(ids) < len(prompt):
-                raise _wrong("prompt", "mixes token ids with other things; want one kind")
+                raise wrong("prompt", "mixes token ids with other things; want one kind")
             return [EncodedPrompt(ids)]
         if len({type(item) for item in prompt}) > 1:
-            raise _wrong("prompt", "mixes text and token ids; want one kind")
+            raise wrong("prompt", "mixes text and token ids; want one kind")
         return [
             self._text(item) if isinstance(item, str) else EncodedPrompt(item)
             for item in prompt
@@ -90,6 +111,14 @@ class PromptReader:
 
     def _text(self, text: str) -> EncodedPrompt:
         return EncodedPrompt(self.tokenizer.encode(text, add_special_tokens=True))
+
+
+def _source(checkpoint: Path) -> str:
+    """Return the text of a checkpoint's chat templates."""
+    file = checkpoint / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    return str(read_tokenizer_config(checkpoint).get("chat_template", ""))
 
 
 def read_template(given: str | None) -> str | None:
@@ -122,7 +151,7 @@ def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     where = f"messages[{index}]"
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise _wrong(f"{where}.role", f"is {role!r}; want a text such as 'user'")
+        raise wrong(f"{where}.role", f"is {role!r}; want a text such as 'user'")
     plain = {name: value for name, value in message.items() if value is not None}
     # the newer name, which templates do not know
     if role == "developer":
@@ -133,11 +162,13 @@ def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
             _part(f"{where}.content[{i}]", part) for i, part in enumerate(content)
         )
     elif content is None:
-        if "tool_calls" not in plain:
-            raise _wrong(f"{where}.content", "is missing; want text")
+        if not plain.get("tool_calls"):
+            raise wrong(f"{where}.content", "is missing; want text")
         plain["content"] = ""
     elif not isinstance(content, str):
-        raise _wrong(f"{where}.content", f"is a {type(content).__name__}; want text")
+        raise wrong(f"{where}.content", f"is a {type(content).__name__}; want text")
+    if "tool_calls" in plain:
+        plain["tool_calls"] = past_calls(f"{where}.tool_calls", plain["tool_calls"])
     return plain
 
 
@@ -147,9 +178,5 @@ def _part(where: str, part: object) -> str:
         case {"type": "text", "text": str(text)}:
             return text
         case {"type": str(kind)} if kind != "text":
-            raise _wrong(where, f"is of type {kind!r}; this model reads text only")
-    raise _wrong(where, 'is malformed; want {"type": "text", "text": "..."}')
-
-
-def _wrong(param: str, what: str) -> ApiError:
-    return ApiError(HTTPStatus.BAD_REQUEST, f"{param} {what}", param=param)
+            raise wrong(where, f"is of type {kind!r}; this model reads text only")
+    raise wrong(where, 'is malformed; want {"type": "text", "text": "..."}')

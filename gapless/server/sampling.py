@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gapless.server.errors import ApiError
 from gapless.server.schemas import MAX_CONTINUATIONS
+from gapless.server.structured import requested_grammar
 
 if TYPE_CHECKING:
     from gapless.core.sampling_params import SamplingParams
@@ -27,12 +28,16 @@ def sampling_params(
 
     Raises:
         InvalidRequest: see `SamplingParams`.
+        ApiError: see `requested_grammar`.
     """
     values = {name: getattr(request, name) for name in _SAME}
     given = {name: value for name, value in values.items() if value is not None}
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
     ids = tuple(request.stop_token_ids)
-    return replace(defaults, **given, n=request.n, stop=stop, stop_token_ids=ids, **own)
+    grammar = requested_grammar(request)
+    return replace(
+        defaults, **given, n=request.n, stop=stop, stop_token_ids=ids, grammar=grammar, **own
+    )
 
 
 def check_request(request: GenerationRequest, num_prompts: int = 1) -> None:

@@ -5,6 +5,7 @@ The types check what comes in, and the OpenAPI document is made of them.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -31,6 +32,48 @@ class StreamOptions(Struct, forbid_unknown_fields=True, frozen=True):
     """Send one more chunk at the end, without choices, with the usage."""
     continuous_usage_stats: bool = False
     """Send the usage so far with every chunk; as vLLM."""
+
+
+JsonSchema = Annotated[
+    dict[str, Any] | str,
+    Meta(extra_json_schema={"anyOf": [{"type": "object"}, {"type": "string"}]}),
+]
+"""A JSON schema, as an object or as its text."""
+Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
+
+
+class TextFormat(Struct, tag="text", forbid_unknown_fields=True, frozen=True):
+    """No grammar."""
+
+
+class JsonObjectFormat(Struct, tag="json_object", forbid_unknown_fields=True, frozen=True):
+    """Any JSON object."""
+
+
+class JsonSchemaSpec(Struct, forbid_unknown_fields=True, frozen=True):
+    """A schema that the answer is to be valid under."""
+
+    schema: dict[str, Any]
+    name: str = ""
+    description: str | None = None
+    strict: bool | None = None
+    """The schema is always enforced."""
+
+
+class JsonSchemaFormat(Struct, tag="json_schema", forbid_unknown_fields=True, frozen=True):
+    """JSON that is valid under a schema."""
+
+    json_schema: JsonSchemaSpec
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True, frozen=True):
+    """What the answer must follow, one of these; as vLLM."""
+
+    json: JsonSchema | None = None
+    regex: str | None = None
+    """A regular expression that matches the whole answer."""
+    choice: Choices | None = None
+    json_object: bool | None = None
 
 
 class GenerationRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -62,6 +105,12 @@ class GenerationRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: bool | None = None
     stop_token_ids: list[int] = []
     skip_special_tokens: bool | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    """Older names of structured_outputs' fields."""
 
 
 MESSAGES = {
@@ -91,6 +140,27 @@ MESSAGES = {
 Messages = Annotated[list[dict[str, Any]], Meta(min_length=1, extra_json_schema=MESSAGES)]
 
 
+TOOLS = {
+    "items": {
+        "type": "object",
+        "required": ["type", "function"],
+        "properties": {
+            "type": {"const": "function"},
+            "function": {
+                "type": "object",
+                "required": ["name"],
+                "properties": {
+                    "name": {"type": "string"},
+                    "description": {"type": ["string", "null"]},
+                    "parameters": {"type": ["object", "null"]},
+                },
+            },
+        },
+    },
+}
+CHOICE = {"enum": ["auto", "none", None]}  # `required` and objects need a tool
+
+
 class ChatRequest(GenerationRequest, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
@@ -102,6 +172,14 @@ class ChatRequest(GenerationRequest, kw_only=True):
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}
     """Variables for the chat template, such as enable_thinking."""
+    tools: Annotated[list[Any], Meta(extra_json_schema=TOOLS)] = []
+    """Functions that the model may call."""
+    tool_choice: Annotated[str | dict[str, Any] | None, Meta(extra_json_schema=CHOICE)] = None
+    """`auto`; `required` or a function's name to force one call; `none` to keep the tools away."""
+    parallel_tool_calls: bool = True
+    """Whether an answer may hold several calls; if not, it ends with the first."""
+    separate_reasoning: bool = True
+    """Give thoughts as reasoning_content; as SGLang."""
 
 
 _IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
@@ -200,12 +278,57 @@ class CompletionLogprobs(Struct, frozen=True):
     text_offset: list[int]
 
 
+class CalledFunction(Struct, frozen=True):
+    """A function with its arguments."""
+
+    name: str
+    arguments: str
+    """A JSON object."""
+
+
+class CalledFunctionDelta(Struct, frozen=True, omit_defaults=True):
+    """The next piece of the arguments; with the first, the name."""
+
+    arguments: str
+    name: str | None = None
+
+
+class ToolCall(Struct, frozen=True):
+    """A call that the model wants made."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class ToolCallDelta(Struct, frozen=True, omit_defaults=True):
+    """What a chunk adds to a call."""
+
+    index: int
+    function: CalledFunctionDelta
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
 class ChatMessage(Struct, frozen=True):
     """An answer."""
 
-    content: str
+    content: str | None
+    """None where there are calls and no words."""
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+
+
+class ChatFinishReason(StrEnum):
+    """Why an answer ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+    TOOL_CALLS = "tool_calls"
 
 
 class ChatChoice(Struct, frozen=True):
@@ -214,7 +337,7 @@ class ChatChoice(Struct, frozen=True):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: str | int | None
     """The stop string or token id that ended it; as vLLM."""
 
@@ -235,6 +358,8 @@ class ChatDelta(Struct, frozen=True, omit_defaults=True):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(Struct, frozen=True):
@@ -243,7 +368,7 @@ class ChatChunkChoice(Struct, frozen=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
     stop_reason: str | int | None = None
 
 

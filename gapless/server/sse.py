@@ -12,7 +12,7 @@ from gapless.errors import RequestError
 from gapless.server.errors import ApiError, ClientGone, as_api_error
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable, Mapping
 
     from starlette.types import Receive, Scope, Send
 
@@ -33,6 +33,17 @@ def event(value: msgspec.Struct) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
+def named_event(name: str, value: Mapping[str, object]) -> bytes:
+    """Return a value as an event with a name, which is also its `type`."""
+    data = msgspec.json.encode({"type": name, **value})
+    return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
+
+
+def openai_error_event(error: ApiError) -> bytes:
+    """Return an error as the event with which OpenAI's streams end early."""
+    return b"data: " + error.body + b"\n\n" + DONE
+
+
 def usage_of_chunk(
     options: StreamOptions | None, so_far: Usage, *, is_last: bool
 ) -> Usage | msgspec.UnsetType | None:
@@ -50,9 +61,19 @@ class EventStream:
     Work that ends early ends the stream with an event that holds the error.
     """
 
-    def __init__(self, running: Running, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self,
+        running: Running,
+        events: AsyncGenerator[bytes, None],
+        *,
+        last: bytes = DONE,
+        say_error: Callable[[ApiError], bytes] = openai_error_event,
+    ) -> None:
+        """`last` is sent after all events, or what `say_error` makes of an error."""
         self._running = running
         self._events = events
+        self._last = last
+        self._say_error = say_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, as an ASGI application."""
@@ -62,12 +83,12 @@ class EventStream:
             async with aclosing(self._events) as events:
                 async for data in events:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-            last = DONE
+            last = self._last
         except ClientGone:
             return
         except (ApiError, EngineGone, RequestError) as error:
             found = error if isinstance(error, ApiError) else as_api_error(error)
-            last = b"data: " + found.body + b"\n\n" + DONE
+            last = self._say_error(found)
         finally:
             self._running.close()
         await send({"type": "http.response.body", "body": last, "more_body": False})

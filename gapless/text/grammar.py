@@ -1,4 +1,4 @@
-"""Structured output through xgrammar: grammars compiled beside the steps, and matched token by token.
+"""Structured output through xgrammar: compiling grammars beside the steps, and following them.
 
 xgrammar is an extra, and imports torch: it is imported by the thread that compiles, so a process
 that asks for no grammar never loads it.
@@ -34,6 +34,10 @@ MAX_CACHED = 128
 MAX_WHITESPACE = 2
 
 
+class _NoTurn(InvalidRequest):
+    """Others were being compiled all the time."""
+
+
 class Compilation:
     """A grammar that is being compiled, or has been."""
 
@@ -42,6 +46,7 @@ class Compilation:
         self._compiled: Any = None
         self._kind = grammar.kind
         self._error: str | None = f"the {grammar.kind} made its compiler fail; change it"
+        self._had_no_turn = False
         self._is_done = threading.Event()
         # a thread of the pools that are joined at exit could hold the process back
         threading.Thread(
@@ -69,11 +74,17 @@ class Compilation:
             raise InvalidRequest(self._error)
         return MatcherState(self._compiled, stop_ids)
 
+    @property
+    def is_worth_keeping(self) -> bool:
+        """Whether another attempt would end as this one."""
+        return not self._had_no_turn
+
     def _run(self, compiler: GrammarCompiler, grammar: Grammar) -> None:
         try:
             self._compiled = compiler.compile_now(grammar, self._deadline)
             self._error = None
         except InvalidRequest as error:
+            self._had_no_turn = isinstance(error, _NoTurn)
             self._error = str(error)
         # the library raises these, for what it was given
         except (RuntimeError, ValueError) as error:
@@ -97,7 +108,7 @@ class GrammarCompiler:
     def start(self, grammar: Grammar) -> Compilation:
         """Begin to compile a grammar, if it is not known. Called by one thread."""
         found = self._known.get(grammar)
-        if found is None:
+        if found is None or not found.is_worth_keeping:
             found = self._known[grammar] = Compilation(self, grammar)
             if len(self._known) > MAX_CACHED:
                 self._known.popitem(last=False)
@@ -110,7 +121,7 @@ class GrammarCompiler:
         if grammar.kind is GrammarKind.JSON_SCHEMA:
             schema = closed_schema(grammar.source)
         if not self._places.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise InvalidRequest("other grammars take too long to compile; try again later")
+            raise _NoTurn("other grammars take too long to compile; try again later")
         try:
             backend = self._loaded()
             match grammar.kind:
@@ -141,8 +152,9 @@ class GrammarCompiler:
                 f"served ({error}): pip install 'gapless[grammar]'"
             ) from error
         # tokens of no bytes are never allowed
+        special_ids, token_bytes = self._tokenizer.special_ids, self._tokenizer.token_bytes
         vocabulary = [
-            b"" if token_id in self._tokenizer.special_ids else self._tokenizer.token_bytes(token_id)
+            b"" if token_id in special_ids else token_bytes(token_id)
             for token_id in range(self._vocab_size)
         ]
         info = xgrammar.TokenizerInfo(
@@ -166,30 +178,45 @@ class MatcherState:
         return type(None), ()
 
     def fill(self, output_ids: Sequence[int], drafts: Sequence[int], masks: np.ndarray) -> None:
-        """See `core.grammar.GrammarState.fill`."""
+        """See `core.grammar.GrammarState.fill`.
+
+        Ids that stop are allowed where the text is complete. Elsewhere too where nothing else can
+        follow: the vocabulary has no token for what the grammar wants, or that token is one.
+        """
         for token_id in output_ids[self._num_read :]:
-            # past its end, which was not to stop it, an output has stop ids alone
-            is_read = self._matcher.is_terminated() or self._matcher.accept_token(token_id)
+            is_read = self._accepts(token_id) or token_id in self._stop_ids
             assert is_read, f"token {token_id} was sampled, and the grammar refuses it"
         self._num_read = len(output_ids)
         num_ahead = 0
         for index, draft in enumerate((*drafts, None)):
             self._fill_one(masks, index)
-            if draft is None or self._matcher.is_terminated():
-                break
-            if not self._matcher.accept_token(draft):
+            if draft is None or self._matcher.is_terminated() or not self._accepts(draft):
                 break
             num_ahead += 1
         if num_ahead:
             self._matcher.rollback(num_ahead)
 
+    def _accepts(self, token_id: int) -> bool:
+        """Take in a token; past its end a text that goes on is left alone."""
+        if self._matcher.is_terminated():
+            return token_id in self._stop_ids
+        is_accepted: bool = self._matcher.accept_token(token_id)
+        return is_accepted
+
     def _fill_one(self, masks: np.ndarray, index: int) -> None:
-        if not self._matcher.is_terminated():
+        words = masks[index].view("uint32")
+        if self._matcher.is_terminated():
+            words[:] = 0
+        else:
             self._matcher.fill_next_token_bitmask(masks, index)
-            return
-        masks[index] = 0
+            if self._matcher.is_completed():
+                return
+            for token_id in self._stop_ids:
+                words[token_id // 32] &= ~(1 << token_id % 32) & 0xFFFFFFFF
+            if words.any():
+                return
         for token_id in self._stop_ids:
-            masks.view("uint32")[index, token_id // 32] |= 1 << token_id % 32
+            words[token_id // 32] |= 1 << token_id % 32
 
 
 def _one_of(texts: Sequence[str]) -> str:

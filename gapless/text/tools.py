@@ -81,11 +81,19 @@ def style_of_template(source: str) -> ToolStyle | None:
 class ToolParser:
     """Reads one answer. White space before a call, and after the last one, is dropped."""
 
-    def __init__(self, style: ToolStyle, tools: Sequence[Mapping[str, object]]) -> None:
+    def __init__(
+        self,
+        style: ToolStyle,
+        tools: Sequence[Mapping[str, object]],
+        *,
+        begins_in_call: bool = False,
+    ) -> None:
         """`tools` are functions: `name`, and `parameters` as a JSON schema.
 
         The style `qwen3_coder` writes every value as plain text, so the schema decides its type.
+        `begins_in_call`: the text is a call from its first character, without an opening tag.
         """
+        self._begins_in_call = begins_in_call
         self._style = style
         self._schemas = {str(tool["name"]): tool.get("parameters") for tool in tools}
         self._openers = (_CALL,) if style == "hermes" else (_CALL, _FUNCTION)
@@ -117,7 +125,8 @@ class ToolParser:
     def _read(self) -> Generator[None, None, None]:
         """Work through the buffer; a bare `yield` waits for more of it, or for the end."""
         yield
-        while (opener := (yield from self._text())) is not None:
+        opener = _CALL if self._begins_in_call else (yield from self._text())
+        while opener is not None:
             self._has_begun = False
             try:
                 if self._style == "hermes":
@@ -129,6 +138,7 @@ class ToolParser:
                 self._events.append(CallBroken(source) if self._has_begun else Text(source))
             else:
                 self._has_calls = True
+            opener = yield from self._text()
 
     def _text(self) -> Generator[None, None, str | None]:
         """Pass text on up to a call, whose opening is consumed; None at the end."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from gapless import LLM, SamplingParams
+from gapless import LLM, Grammar, SamplingParams
 from gapless.runner.syncs import forbid_syncs
 from tests.engine_fixtures import runner_of
 
@@ -45,6 +47,28 @@ def test_tokens_as_on_the_cpu(num_steps: int, params: list[SamplingParams]) -> N
         assert on_gpu.token_ids == on_cpu.token_ids
 
 
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_grammars_are_followed_as_on_the_cpu(num_steps: int) -> None:
+    pytest.importorskip("xgrammar")
+    schema = {
+        "type": "object",
+        "properties": {"pens": {"type": "integer"}, "who": {"enum": ["Ann", "Tom"]}},
+        "required": ["pens", "who"],
+    }
+    params = [
+        replace(PARAMS[0], grammar=Grammar.json_schema(schema)),
+        replace(PARAMS[1], grammar=Grammar.regex("[a-f]{3,9}(x|yz)")),
+        PARAMS[1],
+    ]
+    found = [
+        LLM(device=device, speculative_num_steps=num_steps, **OPTIONS).generate(QUESTIONS, params)
+        for device in ("cuda", "cpu")
+    ]
+    for on_gpu, on_cpu in zip(*found, strict=True):
+        assert on_gpu.token_ids == on_cpu.token_ids
+    assert re.fullmatch("[a-f]{3,9}(x|yz)", found[0][1].text)
+
+
 def test_steady_steps_are_one_graph_each_and_never_sync() -> None:
     llm = LLM(device="cuda", **OPTIONS)
     params = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
@@ -55,7 +79,8 @@ def test_steady_steps_are_one_graph_each_and_never_sync() -> None:
     torch.cuda.synchronize()
     launch = llm.engine._loop._run
     graphs = runner_of(llm)._decode._graphs._graphs
-    assert all(graph.num_launches == 1 for graph in graphs.values())
+    # edits share their graphs with grammars, whose masks are filled between two of them
+    assert all(graph.num_launches == 1 + key.is_masked for key, graph in graphs.items())
 
     def guarded(plan: Any) -> Any:
         with forbid_syncs():

@@ -2,9 +2,9 @@
 
 A program owns one row, one value head and a run of value channels. What depends on keys alone, the
 scores of ring and window, it works out once; then it streams its run of the state in blocks of BV
-channels, each read once. Programs are of one warp wherever its registers suffice: nothing in it
-waits for another, no state passes through shared memory, and scores are worked out once for all
-channels; enough programs fit on a multiprocessor to keep its reads in flight.
+channels, each read once. Where a program has several warps, the next blocks' reads are in flight
+meanwhile. In windows of few tokens it has one: nothing in it waits for another, no state passes
+through shared memory, and enough programs fit on a multiprocessor to keep its reads in flight.
 
 A row that folds (most do not) first folds its run in memory, and reads its outputs out of the
 folded state and the ring entries that are left: the same sum, and no entry counts twice. Ring
@@ -201,12 +201,11 @@ def _start(
         read_row = row
         row = tl.load(fold_rows + i_row)
         # a step of at most L tokens passes one multiple of L
-        FOLD_V: tl.constexpr = 32 if BV > 32 else BV
         most: tl.constexpr = N - W + 1 if W <= N - W + 1 else N
         _fold(
             checkpoint, d_ring, k_ring, g_ring, entries, num_folded, read_row, row,
             i_head, i_head // (HV // H), i_run, eps,
-            most, H, HV, K, V, FOLD_V, BV * BLOCKS // FOLD_V, IS_PER_CHANNEL, HAS_NORM,
+            most, H, HV, K, V, BV, BLOCKS, IS_PER_CHANNEL, HAS_NORM,
         )  # fmt: skip
         # other threads of the program read what this one has stored
         tl.debug_barrier()
@@ -236,67 +235,6 @@ def _store_inputs(
     if i_head % (HV // H) == 0:
         key = tl.load(p_key + o_k).to(k_ring.dtype.element_ty)
         tl.store(k_ring + (entry * H + i_key_head) * K + o_k, key)
-
-
-@triton.jit
-def _scores(
-    p_key,
-    p_query,
-    k_ring,
-    g_ring,
-    newest,  # pointer to the newest ring entry; older ones come before it
-    num_live,
-    since,  # log decay of the token and of the entries newer than these
-    i_head,
-    i_key_head,
-    eps,
-    I_CHUNK: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    KB: tl.constexpr,
-    IS_PER_CHANNEL: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-):
-    """Return how eight ring entries weigh in the read-outs of a key and a query, and `since`."""
-    o_k = tl.arange(0, KB)
-    r = I_CHUNK * 8 + tl.arange(0, 8)
-    m_newer = (r < num_live) & (r > 0)
-    entry = tl.load(newest - r, mask=r < num_live, other=0)
-    newer = tl.load(newest + 1 - r, mask=m_newer, other=0)
-    p_keys = k_ring + ((entry * H + i_key_head) * K)[:, None] + o_k[None, :]
-    squares = tl.zeros([8, KB], tl.float32)
-    key_score = tl.zeros([8, KB], tl.float32)
-    query_score = tl.zeros([8, KB], tl.float32)
-    later = ()
-    for c in tl.static_range(K // KB):
-        ring_key = tl.load(p_keys + c * KB, mask=(r < num_live)[:, None], other=0)
-        ring_key = ring_key.to(tl.float32)
-        squares += ring_key * ring_key
-        if IS_PER_CHANNEL:
-            p_newer = g_ring + ((newer * HV + i_head) * K)[:, None] + (c * KB + o_k)[None, :]
-            g = tl.load(p_newer, mask=m_newer[:, None], other=0)
-            ring_key *= _decay(tl.cumsum(g, 0) + since[c][None, :])
-            later = later + (since[c] + tl.sum(g, 0),)
-        key_score += ring_key * tl.load(p_key + c * KB + o_k).to(tl.float32)[None, :]
-        query_score += ring_key * tl.load(p_query + c * KB + o_k).to(tl.float32)[None, :]
-    weight = tl.full([8], 1.0, tl.float32)
-    if HAS_NORM:
-        weight = tl.rsqrt(tl.sum(squares, 1) + eps)
-    if not IS_PER_CHANNEL:
-        g_newer = tl.load(g_ring + newer * HV + i_head, mask=m_newer, other=0)
-        weight *= _decay(tl.cumsum(g_newer, 0) + since[0])
-        later = (since[0] + tl.sum(g_newer, 0),)
-    weight = tl.where(r < num_live, weight, 0.0)
-    return tl.sum(key_score, 1) * weight, tl.sum(query_score, 1) * weight, later
-
-
-@triton.jit
-def _lane_sums(products, LANES: tl.constexpr):
-    """Add up the channels that one thread holds of each row: [R, C] to [R, LANES]."""
-    return tl.sum(
-        tl.reshape(products, [products.shape[0], LANES, products.shape[1] // LANES]), axis=2
-    )
 
 
 @triton.jit(do_not_specialize=["zero_entry"])
@@ -331,37 +269,45 @@ def _replay_decode_kernel(
     V: tl.constexpr,
     BV: tl.constexpr,
     BLOCKS: tl.constexpr,  # of BV channels in a program's run
-    KB: tl.constexpr,  # key channels of a tile: four 16-byte loads of state
+    STAGES: tl.constexpr,  # of them in flight
+    KB: tl.constexpr,
     IS_PER_CHANNEL: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
     """A window of one token: two vectors, so plain fp32 sums.
 
-    A block is read as [BV, KB] tiles, one after the other; 4 threads share a row of a tile, and
-    sums over K are taken within a thread until all tiles are in. Normal lengths, scale and, for one
-    decay per head, the decay are factors of the sums.
+    A block is a tuple of [BV, KB] tiles, KB being what 8 threads load at 16 bytes each: sums over
+    K are then taken within a thread, and at the end over 8 lanes, not 32. Vectors are tuples of
+    [KB] loaded where they are used, without passing through shared memory.
     """
     i_head, i_row = tl.program_id(0) // (V // BV // BLOCKS), tl.program_id(1).to(tl.int64)
     i_run, i_key_head = tl.program_id(0) % (V // BV // BLOCKS), i_head // (HV // H)
     entries = ring_read + i_row * N
     o_k = tl.arange(0, KB)
-    CHUNKS: tl.constexpr = (N + 6) // 8
     if N == 1:
         # L = 1: the state takes in its one entry where it is read anyway
         row = tl.load(read_rows + i_row)
         fold_row = tl.load(fold_rows + i_row)
         is_folding = tl.load(fold_mask + i_row) != 0
         folded = tl.load(entries)
-        p_folded_key = k_ring + (folded * H + i_key_head) * K
-        p_folded_g = g_ring + (folded * HV + i_head) * (K if IS_PER_CHANNEL else 1)
+        p_folded = k_ring + (folded * H + i_key_head) * K + o_k
+        squares = o_k * 0.0
+        for c in tl.static_range(K // KB):
+            folded_key = tl.load(p_folded + c * KB).to(tl.float32)
+            squares += folded_key * folded_key
         folded_scale = 1.0
         if HAS_NORM:
-            whole_key = tl.load(p_folded_key + tl.arange(0, K)).to(tl.float32)
-            folded_scale = tl.rsqrt(tl.sum(whole_key * whole_key) + eps)
-        p_folded_d = d_ring + (folded * HV + i_head) * V
-        p_fold = checkpoint + fold_row * (HV * V * K) + i_head * (V * K)
-        if not IS_PER_CHANNEL:
-            folded_decay = tl.where(is_folding, _exact_decay(tl.load(p_folded_g)), 1.0)
+            folded_scale = tl.rsqrt(tl.sum(squares) + eps)
+        p_folded_g = g_ring + (folded * HV + i_head) * (K if IS_PER_CHANNEL else 1)
+        folded_keys = ()
+        folded_decay = ()
+        for c in tl.static_range(K // KB):
+            folded_key = tl.load(p_folded + c * KB).to(tl.float32) * folded_scale
+            folded_keys = folded_keys + (folded_key,)
+            if IS_PER_CHANNEL:
+                folded_decay = folded_decay + (_exact_decay(tl.load(p_folded_g + c * KB + o_k)),)
+            else:
+                folded_decay = folded_decay + (_exact_decay(tl.load(p_folded_g)),)
     else:
         num_ring, num_folded, row = _start(
             checkpoint, d_ring, k_ring, g_ring, ring_read, fold_mask, read_rows, fold_rows,
@@ -373,100 +319,122 @@ def _replay_decode_kernel(
     p_key = k + i_row * k_stride + i_key_head * K
     p_query = q + i_row * q_stride + i_key_head * K
     p_g = log_decay + i_row * g_stride + i_head * (K if IS_PER_CHANNEL else 1)
+    raw_keys = ()
+    raw_queries = ()
     key_squares = o_k * 0.0
     query_squares = o_k * 0.0
     products = o_k * 0.0
-    since = ()
     for c in tl.static_range(K // KB):
         key = tl.load(p_key + c * KB + o_k).to(tl.float32)
         query = tl.load(p_query + c * KB + o_k).to(tl.float32)
         key_squares += key * key
         query_squares += query * query
         products += key * query
-        if IS_PER_CHANNEL:
-            since = since + (tl.load(p_g + c * KB + o_k),)
+        raw_keys = raw_keys + (key,)
+        raw_queries = raw_queries + (query,)
     key_scale, query_scale = 1.0, scale
     if HAS_NORM:
         key_scale = tl.rsqrt(tl.sum(key_squares) + eps)
         query_scale *= tl.rsqrt(tl.sum(query_squares) + eps)
     own_score = tl.sum(products) * (key_scale * query_scale)
+    keys = ()
+    queries = ()
+    since = ()
+    for c in tl.static_range(K // KB):
+        key, query = raw_keys[c] * key_scale, raw_queries[c] * query_scale
+        if IS_PER_CHANNEL:
+            decay = _decay(tl.load(p_g + c * KB + o_k))
+            key *= decay
+            query *= decay
+            since = since + (o_k * 0.0,)
+        keys = keys + (key,)
+        queries = queries + (query,)
     if not IS_PER_CHANNEL:
         since = (tl.load(p_g),)
 
-    # scores of the live entries, the newest first, eight at a time
+    # scores of 16 ring entries at a time, the newest first
+    p_d = ()
     key_scores = ()
     query_scores = ()
-    p_d = ()
-    for i in tl.static_range(CHUNKS):
-        r = i * 8 + tl.arange(0, 8)
+    for i in tl.static_range((N + 14) // 16):
+        r = i * 16 + tl.arange(0, 16)
+        m_newer = (r < num_live) & (r > 0)
         entry = tl.load(entries + num_ring - 1 - r, mask=r < num_live, other=0)
+        newer = tl.load(entries + num_ring - r, mask=m_newer, other=0)
+        p_keys = k_ring + ((entry * H + i_key_head) * K)[:, None] + o_k[None, :]
+        squares = tl.zeros([16, KB], tl.float32)
+        key_score = tl.zeros([16, KB], tl.float32)
+        query_score = tl.zeros([16, KB], tl.float32)
+        later = ()
+        for c in tl.static_range(K // KB):
+            ring_key = tl.load(p_keys + c * KB, mask=(r < num_live)[:, None], other=0)
+            ring_key = ring_key.to(tl.float32)
+            squares += ring_key * ring_key
+            if IS_PER_CHANNEL:
+                p_newer = g_ring + ((newer * HV + i_head) * K)[:, None] + (c * KB + o_k)[None, :]
+                g = tl.load(p_newer, mask=m_newer[:, None], other=0)
+                ring_key *= _decay(tl.cumsum(g, 0) + since[c][None, :])
+                later = later + (since[c] + tl.sum(g, 0),)
+            key_score += ring_key * keys[c][None, :]
+            query_score += ring_key * queries[c][None, :]
+        weight = tl.full([16], 1.0, tl.float32)
+        if HAS_NORM:
+            weight = tl.rsqrt(tl.sum(squares, 1) + eps)
+        if not IS_PER_CHANNEL:
+            g_newer = tl.load(g_ring + newer * HV + i_head, mask=m_newer, other=0)
+            weight *= _decay(tl.cumsum(g_newer, 0) + since[0])
+            later = (since[0] + tl.sum(g_newer, 0),)
+        since = later
+        weight = tl.where(r < num_live, weight, 0.0)
+        key_scores = key_scores + (tl.sum(key_score, 1) * weight,)
+        query_scores = query_scores + (tl.sum(query_score, 1) * weight,)
         p_d = p_d + (d_ring + (entry * HV + i_head) * V,)
-        key_score = tl.zeros([8], tl.float32)
-        query_score = tl.zeros([8], tl.float32)
-        if num_live > i * 8:
-            newest = entries + num_ring - 1
-            key_score, query_score, since = _scores(
-                p_key, p_query, k_ring, g_ring, newest, num_live, since, i_head, i_key_head, eps,
-                i, H, HV, K, KB, IS_PER_CHANNEL, HAS_NORM,
-            )  # fmt: skip
-        key_scores = key_scores + (key_score * key_scale,)
-        query_scores = query_scores + (query_score * query_scale,)
 
     # each entry met its newer neighbour's decay; the oldest one's own is left for the state
-    decay = ()
-    key_decay = key_scale
-    query_decay = query_scale
+    state_keys = keys
+    state_queries = queries
     if N > 1:
         oldest = tl.load(entries + num_folded, mask=num_live > 0, other=0)
-        p_oldest = g_ring + (oldest * HV + i_head) * (K if IS_PER_CHANNEL else 1)
-    if IS_PER_CHANNEL:
-        for c in tl.static_range(K // KB):
-            total = since[c]
-            if N > 1:
-                m_oldest = (num_live > 0) & (o_k >= 0)
-                total += tl.load(p_oldest + c * KB + o_k, mask=m_oldest, other=0)
-            decay = decay + (_decay(total),)
-    else:
-        total = since[0]
-        if N > 1:
-            total += tl.load(p_oldest, mask=num_live > 0, other=0)
-        key_decay = key_scale * _decay(total)
-        query_decay = query_scale * _decay(total)
+        if IS_PER_CHANNEL:
+            state_keys = ()
+            state_queries = ()
+            for c in tl.static_range(K // KB):
+                p_oldest = g_ring + (oldest * HV + i_head) * K + c * KB + o_k
+                g_oldest = tl.load(p_oldest, mask=(num_live > 0) & (o_k >= 0), other=0)
+                state_keys = state_keys + (keys[c] * _decay(since[c] + g_oldest),)
+                state_queries = state_queries + (queries[c] * _decay(since[c] + g_oldest),)
+        else:
+            g_oldest = tl.load(g_ring + oldest * HV + i_head, mask=num_live > 0, other=0)
+            since = (since[0] + g_oldest,)
+    decay = 1.0
+    if not IS_PER_CHANNEL:
+        decay = _decay(since[0])
 
     b_beta = tl.load(beta + i_row * beta_stride + i_head).to(tl.float32)
     written = tl.load(ring_write + i_row)
     p_state = checkpoint + row * (HV * V * K) + i_head * (V * K)
-    for i_block in tl.range(0, BLOCKS, num_stages=1):
+    for i_block in tl.range(0, BLOCKS, num_stages=STAGES):
         o_v = (i_run * BLOCKS + i_block) * BV + tl.arange(0, BV)
-        key_sum = tl.zeros([BV, 4], tl.float32)
-        query_sum = tl.zeros([BV, 4], tl.float32)
+        key_sum = tl.zeros([BV, KB], tl.float32)
+        query_sum = tl.zeros([BV, KB], tl.float32)
         if N == 1:
-            d_folded = tl.load(p_folded_d + o_v, mask=is_folding & (o_v >= 0), other=0)
-            d_folded *= folded_scale
+            p_d_folded = d_ring + (folded * HV + i_head) * V + o_v
+            d_folded = tl.load(p_d_folded, mask=is_folding & (o_v >= 0), other=0)
         for c in tl.static_range(K // KB):
             o_tile = o_v[:, None] * K + (c * KB + o_k)[None, :]
             state = tl.load(p_state + o_tile).to(tl.float32)
             if N == 1:
-                folded_key = tl.load(p_folded_key + c * KB + o_k).to(tl.float32)
-                if IS_PER_CHANNEL:
-                    g_folded = _exact_decay(tl.load(p_folded_g + c * KB + o_k))
-                    state *= tl.where(is_folding, g_folded, 1.0)[None, :]
-                else:
-                    state *= folded_decay
-                state += d_folded[:, None] * folded_key[None, :]
+                state *= tl.where(is_folding, folded_decay[c], 1.0)
+                state += d_folded[:, None] * folded_keys[c][None, :]
+                p_fold = checkpoint + fold_row * (HV * V * K) + i_head * (V * K) + o_tile
                 is_stored = is_folding & (o_tile >= 0)
-                tl.store(p_fold + o_tile, state.to(checkpoint.dtype.element_ty), mask=is_stored)
-            key = tl.load(p_key + c * KB + o_k).to(tl.float32)
-            query = tl.load(p_query + c * KB + o_k).to(tl.float32)
-            if IS_PER_CHANNEL:
-                key *= decay[c]
-                query *= decay[c]
-            key_sum += _lane_sums(state * key[None, :], 4)
-            query_sum += _lane_sums(state * query[None, :], 4)
-        past_key = tl.sum(key_sum, 1) * key_decay
-        past_query = tl.sum(query_sum, 1) * query_decay
-        for i in tl.static_range(CHUNKS):
-            m_live = i * 8 + tl.arange(0, 8) < num_live
+                tl.store(p_fold, state.to(checkpoint.dtype.element_ty), mask=is_stored)
+            key_sum += state * state_keys[c][None, :]
+            query_sum += state * state_queries[c][None, :]
+        past_key = tl.sum(key_sum, 1) * decay
+        past_query = tl.sum(query_sum, 1) * decay
+        for i in tl.static_range((N + 14) // 16):
+            m_live = i * 16 + tl.arange(0, 16) < num_live
             ring_d = tl.load(p_d[i][:, None] + o_v[None, :], mask=m_live[:, None], other=0)
             past_key += tl.sum(ring_d * key_scores[i][:, None], 0)
             past_query += tl.sum(ring_d * query_scores[i][:, None], 0)
@@ -559,10 +527,12 @@ def _replay_window_kernel(
     """
     i_head, i_row = tl.program_id(0) // (V // BV // BLOCKS), tl.program_id(1).to(tl.int64)
     i_run, i_key_head = tl.program_id(0) % (V // BV // BLOCKS), i_head // (HV // H)
+    # more channels of a fold at a time would overflow the registers of one warp
+    FOLD_V: tl.constexpr = 32 if BV > 32 else BV
     num_ring, num_folded, row = _start(
         checkpoint, d_ring, k_ring, g_ring, ring_read, fold_mask, read_rows, fold_rows,
         i_row, i_head, i_run, zero_entry, eps,
-        N, W, H, HV, K, V, BV, BLOCKS, IS_PER_CHANNEL, HAS_NORM,
+        N, W, H, HV, K, V, FOLD_V, BV * BLOCKS // FOLD_V, IS_PER_CHANNEL, HAS_NORM,
     )  # fmt: skip
     entries = ring_read + i_row * N
     num_live = num_ring - num_folded

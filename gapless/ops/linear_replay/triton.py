@@ -112,16 +112,15 @@ def replay_window(
     settings = {
         "N": num_replayed, "H": key_heads, "HV": value_heads, "K": key_dim, "V": value_dim,
         "BV": launch.block_v, "BLOCKS": launch.run_v // launch.block_v,
-        "IS_PER_CHANNEL": is_per_channel,
+        "STAGES": launch.num_stages, "IS_PER_CHANNEL": is_per_channel,
         "HAS_NORM": l2norm_eps is not None, "num_warps": launch.num_warps, "num_stages": 1,
         "maxnreg": launch.max_registers,
     }  # fmt: skip
     grid = (value_heads * (value_dim // launch.run_v), rows)
-    # four threads read a row of a tile, 16 bytes each
-    tile = 64 // state.element_size()
     if width == 1:
         strides = [x.stride(0) for x in inputs]
-        _replay_decode_kernel[grid](*tensors, *strides, *numbers, **settings, KB=tile)
+        run = 128 // state.element_size()
+        _replay_decode_kernel[grid](*tensors, *strides, *numbers, **settings, KB=run)
         return out
     strides = [stride for x in inputs for stride in x.stride()[:2]]
     _replay_window_kernel[grid](
@@ -131,8 +130,8 @@ def replay_window(
         **settings,
         W=width,
         HALF=max(4, 1 << (width - 1).bit_length()),
-        STAGES=launch.num_stages,
-        KB=tile if launch.num_warps == 1 else 32,
+        # in one warp four threads read a row of a tile, four times 16 bytes each
+        KB=64 // state.element_size() if launch.num_warps == 1 else 32,
         IS_DIRECT=launch.num_warps == 1,
         SPLIT_X=is_exact and (is_per_channel or q.dtype is torch.float32),
         SPLIT_STATE=is_exact and state.dtype is torch.float32,

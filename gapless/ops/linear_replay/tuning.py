@@ -17,11 +17,11 @@ class Launch:
     run_v: int
     """Value channels of a program, a multiple of block_v."""
     num_warps: int = 1
-    """With one, nothing waits for other warps, and no state passes through shared memory."""
+    """With one in a window of several tokens, no state passes through shared memory."""
     max_registers: int | None = None
     """Most registers of a thread, None for the compiler's choice."""
     num_stages: int = 1
-    """Blocks of a run in flight through shared memory, in a window of several warps."""
+    """Blocks of a run in flight through shared memory; 1 for a run of one block."""
 
     def clipped(self, value_dim: int) -> Launch:
         """Return the same for heads of at most `value_dim` channels."""
@@ -36,18 +36,34 @@ _WIDE_SHARED = (Launch(32, 64, 2, None, 2), Launch(32, 128, 2, None, 3))
 _WIDE_OWN = (Launch(64, 128, 4, None, 2), Launch(64, 128, 4, None, 2))
 # (kernel, is_per_channel, bytes of a state element) -> a launch per row bucket
 TABLE: dict[tuple[str, bool, int], tuple[Launch, Launch, Launch]] = {
-    ("packed", False, 4): (Launch(16, 16), Launch(64, 64), Launch(64, 128)),
-    ("packed", False, 2): (Launch(16, 16), Launch(64, 64), Launch(64, 128)),
-    ("packed", True, 4): (Launch(16, 16), Launch(64, 64), Launch(64, 128)),
-    ("packed", True, 2): (Launch(16, 16), Launch(64, 64), Launch(64, 128)),
-    ("decode", False, 4): (Launch(16, 16), Launch(32, 32), Launch(64, 128, 1, 128)),
-    ("decode", False, 2): (Launch(16, 16), Launch(32, 32), Launch(64, 128, 1, 128)),
-    ("decode", True, 4): (Launch(16, 16), Launch(64, 64), Launch(64, 128, 1, 128)),
-    ("decode", True, 2): (Launch(16, 16), Launch(64, 64), Launch(64, 128, 1, 128)),
-    ("window", False, 4): (Launch(16, 16), Launch(32, 64), Launch(32, 128, 1, 168)),
-    ("window", False, 2): (Launch(16, 16), Launch(32, 64), Launch(32, 128, 1, 168)),
-    ("window", True, 4): (Launch(16, 16), Launch(64, 64), Launch(32, 128, 1, 168)),
-    ("window", True, 2): (Launch(16, 16), Launch(64, 64), Launch(32, 128, 1, 168)),
+    ("packed", False, 4): (Launch(16, 16, 4), Launch(128, 128, 8), Launch(32, 128, 4, None, 3)),
+    ("packed", False, 2): (Launch(16, 16, 4), Launch(64, 64, 4), Launch(32, 128, 4, None, 3)),
+    ("packed", True, 4): (
+        Launch(64, 64, 8),
+        Launch(32, 128, 4, None, 3),
+        Launch(32, 128, 4, None, 3),
+    ),
+    ("packed", True, 2): (Launch(8, 8), Launch(8, 8), Launch(16, 128, 4, None, 4)),
+    ("decode", False, 4): (
+        Launch(32, 32, 4),
+        Launch(32, 64, 4, None, 2),
+        Launch(64, 128, 4, None, 2),
+    ),
+    ("decode", False, 2): (Launch(32, 32, 4), Launch(32, 32, 4), Launch(32, 128, 2, None, 3)),
+    ("decode", True, 4): (
+        Launch(16, 16, 4),
+        Launch(32, 64, 4, None, 2),
+        Launch(16, 128, 4, None, 4),
+    ),
+    ("decode", True, 2): (
+        Launch(32, 32, 4),
+        Launch(64, 128, 4, None, 2),
+        Launch(32, 128, 2, None, 3),
+    ),
+    ("window", False, 4): (Launch(16, 16), Launch(32, 32), Launch(32, 64, 1, 168)),
+    ("window", False, 2): (Launch(16, 16), Launch(32, 32), Launch(32, 64, 1, 168)),
+    ("window", True, 4): (Launch(16, 16), Launch(32, 32), Launch(32, 128)),
+    ("window", True, 2): (Launch(16, 16), Launch(32, 32), Launch(32, 128)),
     ("wide", False, 4): (Launch(32, 32, 4), *_WIDE_SHARED),
     ("wide", False, 2): (Launch(32, 32, 4), *_WIDE_SHARED),
     ("wide", True, 4): (Launch(32, 32, 4), *_WIDE_OWN),

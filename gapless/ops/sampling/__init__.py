@@ -57,7 +57,7 @@ def mask_logits(
     logits: Tensor,  # [N, V] float32 or wider; not modified
     rows: MaskRows,
 ) -> Tensor:  # [N, V]
-    """Return logits with minus infinity where masks allow no token. Contract: `masks.mask_logits`."""
+    """Return logits without the tokens that masks forbid. Contract: `masks.mask_logits`."""
     if logits.is_cuda:
         from gapless.ops.sampling import triton
 
