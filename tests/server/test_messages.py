@@ -160,7 +160,28 @@ def test_earlier_turns_reach_the_template(scripted: Scripted, claude: anthropic.
     [
         ({"messages": []}, "length >= 1"),
         ({"messages": [{"role": "system", "content": "a"}]}, "messages[0].role is 'system'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "reads text only"),
+        (
+            {"system": "a", "messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages[0].content[0] is of type 'image'; this model reads text only",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "tool_result",
+                                "tool_use_id": "1",
+                                "content": [{"type": "image"}],
+                            }
+                        ],
+                    }
+                ]
+            },
+            "messages[0].content[0].content[0] is of type 'image'",
+        ),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content is a int"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "malformed"),
         ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
