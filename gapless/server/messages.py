@@ -23,6 +23,7 @@ from gapless.server.message_schemas import (
     ThinkingBlock,
     ToolUseBlock,
 )
+from gapless.server.prompts import part_text, text_of
 from gapless.server.sse import EventStream, named_event
 from gapless.server.talk import Chat, Ended, Talk, encode, start, whole_answer
 from gapless.server.toolbox import Toolset, checked_function, chosen
@@ -78,7 +79,8 @@ def _params(body: MessagesRequest, defaults: SamplingParams) -> SamplingParams:
 
 
 def _chat(body: CountTokensRequest) -> Chat:
-    messages = [{"role": "system", "content": body.system}] if body.system else []
+    system = text_of("system", body.system)
+    messages = [{"role": "system", "content": system}] if system else []
     for index, turn in enumerate(body.messages):
         messages += _turn(f"messages[{index}]", turn)
     variables = {}
@@ -115,27 +117,27 @@ def _turn(where: str, turn: dict[str, Any]) -> list[dict[str, Any]]:
     if role not in ("user", "assistant"):
         raise wrong(f"{where}.role", f"is {role!r}; want 'user' or 'assistant'")
     if not isinstance(content, list):
-        return [{"role": role, "content": content}]
+        return [{"role": role, "content": text_of(f"{where}.content", content)}]
     if role == "assistant":
         return [_assistant_turn(f"{where}.content", content)]
     messages: list[dict[str, Any]] = []
-    texts: list[Any] = []
+    texts: list[str] = []
     for index, block in enumerate(content):
         match block:
             case {"type": "tool_result"}:
                 if texts:
-                    messages.append({"role": "user", "content": texts})
+                    messages.append({"role": "user", "content": "\n".join(texts)})
                     texts = []
                 messages.append(_result(f"{where}.content[{index}]", block))
             case _:
-                texts.append(block)
+                texts.append(part_text(f"{where}.content[{index}]", block))
     if texts or not messages:
-        messages.append({"role": "user", "content": texts})
+        messages.append({"role": "user", "content": "\n".join(texts)})
     return messages
 
 
 def _assistant_turn(where: str, content: list[Any]) -> dict[str, Any]:
-    texts: list[Any] = []
+    texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for index, block in enumerate(content):
@@ -150,8 +152,8 @@ def _assistant_turn(where: str, content: list[Any]) -> dict[str, Any]:
             case {"type": "tool_use"}:
                 raise wrong(f"{where}[{index}]", "is malformed; want `id`, `name` and `input`")
             case _:
-                texts.append(block)
-    message: dict[str, Any] = {"role": "assistant", "content": texts}
+                texts.append(part_text(f"{where}[{index}]", block))
+    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
     if calls:
@@ -160,10 +162,10 @@ def _assistant_turn(where: str, content: list[Any]) -> dict[str, Any]:
 
 
 def _result(where: str, block: dict[str, Any]) -> dict[str, Any]:
-    call, content = block.get("tool_use_id"), block.get("content", "")
+    call, content = block.get("tool_use_id"), block.get("content") or ""
     if not isinstance(call, str):
         raise wrong(f"{where}.tool_use_id", "is missing; want the id of a tool_use block")
-    return {"role": "tool", "tool_call_id": call, "content": content}
+    return {"role": "tool", "tool_call_id": call, "content": text_of(f"{where}.content", content)}
 
 
 def _content(block: Block) -> TextBlock | ThinkingBlock | ToolUseBlock:

@@ -157,22 +157,31 @@ def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     if role == "developer":
         plain["role"] = "system"
     content = plain.get("content")
-    if isinstance(content, list):
-        plain["content"] = "\n".join(
-            _part(f"{where}.content[{i}]", part) for i, part in enumerate(content)
-        )
-    elif content is None:
-        if not plain.get("tool_calls"):
-            raise wrong(f"{where}.content", "is missing; want text")
+    if content is not None:
+        plain["content"] = text_of(f"{where}.content", content)
+    elif plain.get("tool_calls"):
         plain["content"] = ""
-    elif not isinstance(content, str):
-        raise wrong(f"{where}.content", f"is a {type(content).__name__}; want text")
+    else:
+        raise wrong(f"{where}.content", "is missing; want text")
     if "tool_calls" in plain:
         plain["tool_calls"] = past_calls(f"{where}.tool_calls", plain["tool_calls"])
     return plain
 
 
-def _part(where: str, part: object) -> str:
+def text_of(where: str, content: object) -> str:
+    """Return the content of a message as text.
+
+    Raises:
+        ApiError: it is neither text nor a list of parts that are.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise wrong(where, f"is a {type(content).__name__}; want text")
+    return "\n".join(part_text(f"{where}[{i}]", part) for i, part in enumerate(content))
+
+
+def part_text(where: str, part: object) -> str:
     """Return the text of a piece of content; nothing is ever fetched for one."""
     match part:
         case {"type": "text", "text": str(text)}:

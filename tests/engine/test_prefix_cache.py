@@ -5,16 +5,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from gapless import LLM, SamplingParams
-from gapless.core.messages import GenerationResult
 from gapless.core.request import Status
 from tests.engine_fixtures import runner_of
 from tests.models import tiny
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gapless.core.messages import GenerationResult
 
 MakeLLM = Callable[..., LLM]
 

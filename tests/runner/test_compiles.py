@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
-import pytest
 from triton import knobs
 
 from gapless.runner.compiles import CompileCounter
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def test_counts_and_warns(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from gapless import LLM, SamplingParams
 from gapless.runner.warm_up import _plans
 from tests.engine_fixtures import runner_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12)
 

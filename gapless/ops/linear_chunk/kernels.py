@@ -1,6 +1,5 @@
 """Triton kernel beside the chunk kernels: normalised queries and keys, laid out for them."""
 
-
 from __future__ import annotations
 
 import triton
