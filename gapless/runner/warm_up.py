@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,14 @@ if TYPE_CHECKING:
     from gapless.runner.runner import Runner
 
 logger = logging.getLogger(__name__)
+
+# a request for each mode of sampling
+KINDS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, top_p=0.9),
+    SamplingParams(temperature=0.0, min_tokens=1, max_tokens=1),
+    SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1),
+)
 
 
 def warm_up(runner: Runner, config: Config) -> None:
@@ -53,29 +62,27 @@ def _plans(config: Config) -> Iterator[StepPlan]:
     lengths = sorted(known, reverse=True)
     # sampling is divided by the number of rows, and so is what surrounds it
     most = min(config.max_running_requests, config.chunked_prefill_size, config.num_pages)
-    counts = [2**exponent for exponent in range(1, 9) if 2**exponent <= most]
-    for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9)):
-        chunks: list[tuple[PrefillSegment, ...]] = [
-            (_segment(config, params, length),) for length in lengths
-        ]
+    counts = [2**exponent for exponent in range(9) if 2**exponent <= most]
+    chunks: list[tuple[PrefillSegment, ...]] = [
+        (_segment(config, KINDS[0], length),) for length in lengths
+    ]
+    for params, count in product(KINDS, counts):
         shortest = _segment(config, params, 1)
-        chunks += [
+        chunks.append(
             tuple(replace(shortest, slot=i, state_row=i, pages=(i,)) for i in range(count))
-            for count in counts
-        ]
-        for chunk in chunks:
-            yield StepPlan(step_id=0, prefill=chunk, decode=(), page_entries=(), max_seq_len=0)
+        )
+    for chunk in chunks:
+        yield StepPlan(step_id=0, prefill=chunk, decode=(), page_entries=(), max_seq_len=0)
     if not (config.uses_prefix_cache and config.row_bytes) or config.num_state_rows < 4:
         return
     if longest < 100:
         return
     # in one chunk, one request that resumes and one that does not, each with a snapshot on its way
-    params = SamplingParams(temperature=0.0)
     resumed = replace(
-        _segment(config, params, 50), start=33, resumed_row=2, snapshots=(Snapshot(40, 3),)
+        _segment(config, KINDS[0], 50), start=33, resumed_row=2, snapshots=(Snapshot(40, 3),)
     )
     fresh = replace(
-        _segment(config, params, 40), slot=min(1, config.max_running_requests - 1), state_row=1,
+        _segment(config, KINDS[0], 40), slot=min(1, config.max_running_requests - 1), state_row=1,
         snapshots=(Snapshot(20, 2),),
     )  # fmt: skip
     for segments in ((resumed,), (resumed, fresh) if fresh.slot else (fresh,)):
