@@ -111,7 +111,7 @@ def outcomes(results: list[GenerationResult]) -> list[tuple[Any, ...]]:
     return [(r.token_ids, r.finish_reason) for r in results]
 
 
-@pytest.mark.parametrize("count", [24, pytest.param(200, marks=SLOW)])
+@pytest.mark.parametrize("count", [12, pytest.param(200, marks=SLOW)])
 def test_random_schemas_are_followed_with_and_without_drafts(count: int) -> None:
     rng = random.Random(1)
     schemas = [random_object(rng) for _ in range(count)]

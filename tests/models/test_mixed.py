@@ -123,7 +123,7 @@ def make(directory: Path, **options: Any) -> LLM:
 
 
 @AT
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_prefixes_and_drafts_change_nothing(
     checkpoint: Callable[[str], Path], name: str, drafts: int
 ) -> None:

@@ -172,7 +172,7 @@ def test_steady_decode_allocates_nothing(
     monkeypatch.setattr(StepGraph, "launch", inside)
     live = []
     with watch:
-        for _ in range(40):
+        for _ in range(25):
             llm.engine.step()
             live.append(_num_storages())
     assert watch.found == []
