@@ -39,19 +39,19 @@ def scripted() -> Iterator[Scripted]:
 
 
 @pytest.fixture(scope="module")
-def claude(scripted: Scripted) -> Iterator[anthropic.Anthropic]:
+def messenger(scripted: Scripted) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(base_url=scripted.url, api_key=KEY, max_retries=0) as client:
         yield client
 
 
-def ask(claude: anthropic.Anthropic, messages: Any = ASK, **fields: Any) -> Any:
+def ask(messenger: anthropic.Anthropic, messages: Any = ASK, **fields: Any) -> Any:
     fields = {"max_tokens": 50, "tools": TOOLS, **fields}
-    return claude.messages.create(model="", messages=messages, **fields)
+    return messenger.messages.create(model="", messages=messages, **fields)
 
 
-def streamed(claude: anthropic.Anthropic, **fields: Any) -> Any:
+def streamed(messenger: anthropic.Anthropic, **fields: Any) -> Any:
     fields = {"max_tokens": 50, "tools": TOOLS, **fields}
-    with claude.messages.stream(model="", messages=ASK, **fields) as stream:
+    with messenger.messages.stream(model="", messages=ASK, **fields) as stream:
         return stream.get_final_message()
 
 
@@ -62,12 +62,12 @@ def parts(message: Any) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 def test_thoughts_words_and_calls(
-    scripted: Scripted, claude: anthropic.Anthropic, size: int
+    scripted: Scripted, messenger: anthropic.Anthropic, size: int
 ) -> None:
     pieces = cuts(f"<think>\nHm.\n</think>\n\nI look.\n{CALL}\n{CALL}", size)
     scripted.say(*pieces)
     call = ("tool_use", {"city": "Rome"})
-    for message in (ask(claude), streamed(claude)):
+    for message in (ask(messenger), streamed(messenger)):
         assert parts(message) == [("thinking", "Hm."), ("text", "I look."), call, call]
         assert (message.stop_reason, message.stop_sequence) == ("tool_use", None)
         assert message.content[2].name == "weather"
@@ -81,9 +81,9 @@ def test_thoughts_words_and_calls(
     assert '"city"' in scripted.prompt
 
 
-def test_events_stand_in_blocks(scripted: Scripted, claude: anthropic.Anthropic) -> None:
+def test_events_stand_in_blocks(scripted: Scripted, messenger: anthropic.Anthropic) -> None:
     scripted.say("Well ", f"then {CALL[:60]}", CALL[60:])
-    events = list(ask(claude, stream=True))
+    events = list(ask(messenger, stream=True))
     assert [event.type for event in events] == [
         "message_start",
         "content_block_start", "content_block_delta", "content_block_delta", "content_block_stop",
@@ -106,29 +106,31 @@ def test_events_stand_in_blocks(scripted: Scripted, claude: anthropic.Anthropic)
     ],
 )
 def test_why_an_answer_ended(
-    scripted: Scripted, claude: anthropic.Anthropic, finish: Any, stop: Any, expected: Any
+    scripted: Scripted, messenger: anthropic.Anthropic, finish: Any, stop: Any, expected: Any
 ) -> None:
     scripted.say("Yes", finish=finish, stop=stop)
-    for message in (ask(claude), streamed(claude)):
+    for message in (ask(messenger), streamed(messenger)):
         assert (message.stop_reason, message.stop_sequence) == expected
 
 
-def test_fields_reach_the_engine(scripted: Scripted, claude: anthropic.Anthropic) -> None:
+def test_fields_reach_the_engine(scripted: Scripted, messenger: anthropic.Anthropic) -> None:
     scripted.say("Yes")
     thinking = {"type": "enabled", "budget_tokens": 1024}
     sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 7}
     fields = {"extra_body": sampling, "thinking": thinking}
-    ask(claude, max_tokens=9, stop_sequences=["a", "b"], system="Be brief.", **fields)
+    ask(messenger, max_tokens=9, stop_sequences=["a", "b"], system="Be brief.", **fields)
     params = scripted.engine.submissions[-1].params
     assert (params.max_tokens, params.stop, params.n) == (9, ("a", "b"), 1)
     assert (params.temperature, params.top_p, params.top_k) == (0.5, 0.9, 7)
     assert "[system]Be brief.[user]" in scripted.prompt
     assert scripted.prompt.endswith("[assistant]<think>\n")
-    ask(claude, thinking={"type": "disabled"}, tool_choice={"type": "none"}, metadata={})
+    ask(messenger, thinking={"type": "disabled"}, tool_choice={"type": "none"}, metadata={})
     assert scripted.prompt == "[user]Will it rain?[assistant]"
 
 
-def test_earlier_turns_reach_the_template(scripted: Scripted, claude: anthropic.Anthropic) -> None:
+def test_earlier_turns_reach_the_template(
+    scripted: Scripted, messenger: anthropic.Anthropic
+) -> None:
     scripted.say("No.")
     use = {"type": "tool_use", "id": "1", "name": "weather", "input": {"city": "Rome"}}
     result = {"type": "tool_result", "tool_use_id": "1"}
@@ -144,12 +146,12 @@ def test_earlier_turns_reach_the_template(scripted: Scripted, claude: anthropic.
             {"type": "text", "text": "So?", "cache_control": {"type": "ephemeral"}},
         ]},
     ]  # fmt: skip
-    ask(claude, history, tools=anthropic.omit, system=[{"type": "text", "text": "Be brief."}])
+    ask(messenger, history, tools=anthropic.omit, system=[{"type": "text", "text": "Be brief."}])
     assert scripted.prompt == (
         "[system]Be brief.[user]Rain?[assistant]<think>Hm.</think>I look.<tool_call>weather "
         'city="Rome"[tool]dry[tool]warm[tool][user]So?[assistant]'
     )
-    counted = claude.messages.count_tokens(
+    counted = messenger.messages.count_tokens(
         model="", messages=history, system=[{"type": "text", "text": "Be brief."}]
     )
     assert counted.input_tokens == len(scripted.engine.submissions[-1].prompt_ids)
@@ -196,20 +198,20 @@ def test_earlier_turns_reach_the_template(scripted: Scripted, claude: anthropic.
     ],
 )
 def test_errors_have_anthropic_s_form(
-    claude: anthropic.Anthropic, fields: dict[str, Any], text: str
+    messenger: anthropic.Anthropic, fields: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(anthropic.BadRequestError) as caught:
-        ask(claude, **fields)
+        ask(messenger, **fields)
     body: Any = caught.value.body
     assert body["type"] == "error"
     assert body["error"]["type"] == "invalid_request_error"
     assert text in body["error"]["message"]
 
 
-def test_keys_models_and_paths(scripted: Scripted, claude: anthropic.Anthropic) -> None:
+def test_keys_models_and_paths(scripted: Scripted, messenger: anthropic.Anthropic) -> None:
     scripted.say("Yes")
     with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
-        claude.messages.create(model="claude", messages=ASK, max_tokens=5)
+        messenger.messages.create(model="some-other-name", messages=ASK, max_tokens=5)
     for wrong in ({"api_key": "no"}, {"api_key": None, "auth_token": f"{KEY}x"}):
         with (
             anthropic.Anthropic(base_url=scripted.url, max_retries=0, **wrong) as other,
@@ -223,27 +225,29 @@ def test_keys_models_and_paths(scripted: Scripted, claude: anthropic.Anthropic) 
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
-def test_a_forced_call(scripted: Scripted, claude: anthropic.Anthropic, choice: Any) -> None:
+def test_a_forced_call(scripted: Scripted, messenger: anthropic.Anthropic, choice: Any) -> None:
     scripted.say(*cuts('{"name": "weather", "arguments": {"city": "Rome"}}', 4))
-    for message in (ask(claude, tool_choice=choice), streamed(claude, tool_choice=choice)):
+    for message in (ask(messenger, tool_choice=choice), streamed(messenger, tool_choice=choice)):
         assert parts(message) == [("tool_use", {"city": "Rome"})]
         assert message.stop_reason == "tool_use"
     assert scripted.engine.submissions[-1].params.grammar is not None
 
 
-def test_a_stream_that_ends_early_says_why(scripted: Scripted, claude: anthropic.Anthropic) -> None:
+def test_a_stream_that_ends_early_says_why(
+    scripted: Scripted, messenger: anthropic.Anthropic
+) -> None:
     scripted.say("Yes", " and", error=TimeLimit(5.0))
     with pytest.raises(anthropic.APIStatusError, match="longer than 5 s"):
-        list(ask(claude, stream=True))
+        list(ask(messenger, stream=True))
     with pytest.raises(anthropic.APIStatusError, match="timeout_error") as caught:
-        ask(claude)
+        ask(messenger)
     assert caught.value.status_code == 504
 
 
-def test_a_call_that_is_cut_off_is_text(scripted: Scripted, claude: anthropic.Anthropic) -> None:
+def test_a_call_that_is_cut_off_is_text(scripted: Scripted, messenger: anthropic.Anthropic) -> None:
     scripted.say(*cuts(CALL[:60], 5), finish=FinishReason.LENGTH)
-    assert parts(ask(claude)) == [("text", CALL[:60])]
-    message = streamed(claude)
+    assert parts(ask(messenger)) == [("text", CALL[:60])]
+    message = streamed(messenger)
     assert [kind for kind, _ in parts(message)] == ["tool_use", "text"]
     assert parts(message)[1] == ("text", CALL[:60])
     assert message.stop_reason == "max_tokens"
