@@ -30,17 +30,22 @@ class CacheLimits:
     """Sizes of the pools, and what the prefix cache may do with them."""
 
     num_pages: int
+    """Pages, the null page apart."""
     page_size: int
+    """Tokens per page."""
     num_state_rows: int
+    """Rows of the state pool, the null row apart."""
     max_window: int
+    """Most tokens that a decode step emits per row."""
     uses_prefix_cache: bool = True
     needs_snapshots: bool = True
     """Whether a prefix can be resumed at snapshots only, and not wherever its KV lies."""
     page_bytes: int = 1
     row_bytes: int = 1
+    """Bytes of a page and of a state row: what evicting them gives back."""
     num_host_pages: int = 0
     num_host_rows: int = 0
-    """The host tier; without pages there is none."""
+    """Sizes of the host tier; without pages there is none."""
 
 
 @dataclass(frozen=True)

@@ -45,34 +45,17 @@ RUN_AHEAD = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerLimits:
+class SchedulerLimits(CacheLimits):
     """Sizes that the device's pools and tables were built for."""
 
     max_running_requests: int
     """Slots, the null slot apart."""
     max_model_len: int
     """Most tokens of a request, prompt and output together."""
-    num_pages: int
-    """Pages, the null page apart."""
-    page_size: int
-    """Tokens per page."""
-    num_state_rows: int
-    """Rows of the state pool, the null row apart."""
     chunked_prefill_size: int
     """Most prompt tokens in one step."""
-    max_window: int
-    """Most tokens that a decode step emits per row."""
     replay_len: int
     """L: checkpoints stand at its multiples."""
-    uses_prefix_cache: bool = True
-    needs_snapshots: bool = True
-    """Whether a cached prefix can be resumed at its snapshots only."""
-    page_bytes: int = 1
-    row_bytes: int = 1
-    """Bytes of a page and of a state row: what evicting them gives back."""
-    num_host_pages: int = 0
-    num_host_rows: int = 0
-    """Sizes of the host tier; without pages there is none."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -115,20 +98,7 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
-        self._cache = CacheManager(
-            CacheLimits(
-                num_pages=limits.num_pages,
-                page_size=limits.page_size,
-                num_state_rows=limits.num_state_rows,
-                max_window=limits.max_window,
-                uses_prefix_cache=limits.uses_prefix_cache,
-                needs_snapshots=limits.needs_snapshots,
-                page_bytes=limits.page_bytes,
-                row_bytes=limits.row_bytes,
-                num_host_pages=limits.num_host_pages,
-                num_host_rows=limits.num_host_rows,
-            )
-        )
+        self._cache = CacheManager(limits)
         self._slots = IdPool(limits.max_running_requests)
         self._requests: dict[str, Request] = {}
         # both in order of arrival, and all of `_running` arrived before all of `_waiting`
