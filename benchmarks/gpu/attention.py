@@ -10,20 +10,16 @@ and value once at `READ_BANDWIDTH`.
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
-import statistics
 import sys
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.gpu.harness import capture, main, relative, result, time_us
 from gapless.attention.reference import ReferenceAttention
 from gapless.attention.triton import TritonAttention
 from gapless.ops.paged_attention import prefill_attention
@@ -144,27 +140,16 @@ def check(
         for width, first in ((1, 0), (1, 1), (4, 0), (16, 1)):
             error = _window_error(shape, dtype, width, first, most, device)
             name = f"window {label} W={width} first={first}"
-            found.append(_result(name, error, BOUNDS[dtype]))
+            found.append(result(name, error, BOUNDS[dtype]))
         found.append(
-            _result(f"prefill {label}", _prefill_error(shape, dtype, device), BOUNDS[dtype])
+            result(f"prefill {label}", _prefill_error(shape, dtype, device), BOUNDS[dtype])
         )
         error = _rope_error(shape, dtype, device)
-        found.append(_result(f"qk_norm_rope {label}", error, BOUNDS[dtype]))
+        found.append(result(f"qk_norm_rope {label}", error, BOUNDS[dtype]))
     for shape in SHAPES:
         name = f"window {shape}: rows alone, in a batch and in a graph are the same bits"
-        found.append(_result(name, _differing_rows(shape, dtypes[0], most, device), 0))
+        found.append(result(name, _differing_rows(shape, dtypes[0], most, device), 0))
     return found
-
-
-def _result(name: str, error: float, bound: float) -> dict[str, Any]:
-    return {"name": name, "error": error, "bound": bound, "ok": error <= bound}
-
-
-def _relative(out: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return |out - wanted| / |wanted|, infinite where something is not finite."""
-    difference = out.double() - wanted.double()
-    error = float(difference.norm() / wanted.double().norm())
-    return error if math.isfinite(error) else math.inf
 
 
 def _window_error(
@@ -177,7 +162,7 @@ def _window_error(
     wanted = rows.plan(ReferenceAttention, first=first).run(q.double(), pool.double(), scale)
     out = rows.plan(TritonAttention, first=first).run(q, pool, scale)
     real = len(lengths) * width
-    return _relative(out[:real], wanted[:real])
+    return relative(out[:real], wanted[:real])
 
 
 def _prefill_error(shape: Heads, dtype: torch.dtype, device: torch.device) -> float:
@@ -191,7 +176,7 @@ def _prefill_error(shape: Heads, dtype: torch.dtype, device: torch.device) -> fl
     scale = shape.head_dim**-0.5
     wanted = prefill_attention(q.double(), pool.double(), kv_read, segments, scale)
     backend = TritonAttention(page_size=PAGE_SIZE, max_len=num_keys, device=str(device))
-    return _relative(backend.plan_prefill(kv_read, segments).run(q, pool, scale), wanted)
+    return relative(backend.plan_prefill(kv_read, segments).run(q, pool, scale), wanted)
 
 
 def _segments(*sizes: tuple[int, int]) -> tuple[tuple[int, int, int, int], ...]:
@@ -249,8 +234,8 @@ def _rope_error(shape: Heads, dtype: torch.dtype, device: torch.device) -> float
         eps=1e-6,
     )
     out = case.run()
-    stored = _relative(case.pool[case.kv_write], pool[case.kv_write])
-    return max(_relative(out, wanted), stored)
+    stored = relative(case.pool[case.kv_write], pool[case.kv_write])
+    return max(relative(out, wanted), stored)
 
 
 def _differing_rows(shape: Heads, dtype: torch.dtype, most: int, device: torch.device) -> int:
@@ -272,42 +257,10 @@ def _differing_rows(shape: Heads, dtype: torch.dtype, most: int, device: torch.d
     if device.type == "cuda":
         captured: list[torch.Tensor] = []
         plan = rows.plan(TritonAttention)
-        graph = _capture([lambda: captured.append(plan.run(q, pool, scale))])
+        graph = capture([lambda: captured.append(plan.run(q, pool, scale))])
         graph.replay()
         differing += not torch.equal(captured[-1], together)
     return differing
-
-
-def _capture(launches: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """Warm up and capture all launches in one graph."""
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        for launch in launches[:2]:
-            launch()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for launch in launches:
-                launch()
-    torch.cuda.synchronize()
-    return graph
-
-
-def _time_us(launches: Sequence[Callable[[], object]]) -> float:
-    """Return microseconds per launch."""
-    graph = _capture(launches)
-    for _ in range(3):
-        graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(launches))
-    return statistics.median(times)
 
 
 class Storage:
@@ -372,7 +325,7 @@ def _window_row(
             tiling=tiling,
         )
 
-    us = _time_us([lambda pool=pool: launch(pool) for pool in pools])
+    us = time_us([lambda pool=pool: launch(pool) for pool in pools], REPLAYS)
     moved = shape.kv_bytes(batch * context)
     yield {
         "name": f"window {shape}",
@@ -421,7 +374,7 @@ def _prefill_rows(
             return paged_prefill_attention(q, pool, kv_read, tiles, scale, tiling=chosen)
 
         pools = storage.pools(shape, num_keys)[:8]
-        us = _time_us([lambda pool=pool: launch(pool) for pool in pools])
+        us = time_us([lambda pool=pool: launch(pool) for pool in pools], REPLAYS)
         seen = sum(queries * keys - queries * (queries - 1) // 2 for queries, keys in packed)
         operations = 4 * shape.heads * shape.head_dim * seen
         row = {
@@ -445,14 +398,14 @@ def _sdpa_us(q: torch.Tensor, pools: Sequence[torch.Tensor]) -> float:
             queries, pair[0], pair[1], is_causal=True, enable_gqa=True
         )
 
-    return _time_us([lambda pair=pair: launch(pair) for pair in pairs])
+    return time_us([lambda pair=pair: launch(pair) for pair in pairs], REPLAYS)
 
 
 def _rope_row(shape: Heads, num_tokens: int, device: torch.device) -> dict[str, Any]:
     moved = 2 * 2 * num_tokens * (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     count = min(MOST_LAUNCHES, max(2, -(-ROTATED_BYTES // moved)))
     cases = [Projected(shape, num_tokens, torch.bfloat16, device) for _ in range(count)]
-    us = _time_us([case.run for case in cases])
+    us = time_us([case.run for case in cases], REPLAYS)
     return {
         "name": f"qk_norm_rope {shape}",
         "T": num_tokens,
@@ -501,34 +454,5 @@ def _if_it_fits(
         return [{"name": f"does not fit: {error}"} | settings]
 
 
-def _print(rows: Sequence[dict[str, Any]]) -> None:
-    for row in rows:
-        parts = [f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()]
-        print("  ".join(parts), flush=True)
-
-
-def main() -> int:
-    """Run what is asked for; a failed check ends the run without figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for flag in ("--check", "--measure", "--sweep"):
-        parser.add_argument(flag, action="store_true")
-    parser.add_argument("--output", type=Path, help="JSON file for all figures")
-    asked = parser.parse_args()
-    device = torch.device("cuda")
-    figures: dict[str, Any] = {"device": torch.cuda.get_device_name(device)}
-    if asked.check:
-        figures["check"] = check(device)
-        _print(figures["check"])
-        if not all(result["ok"] for result in figures["check"]):
-            return 1
-    for name, run in (("measure", measure), ("sweep", sweep)):
-        if vars(asked)[name]:
-            figures[name] = run(device)
-            _print(figures[name])
-    if asked.output:
-        asked.output.write_text(json.dumps(figures, indent=1))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, {"check": check, "measure": measure, "sweep": sweep}))

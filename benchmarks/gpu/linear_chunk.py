@@ -12,20 +12,17 @@ tuned on one segment, before anything else is run.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from multiprocessing import get_context
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks.gpu.harness import main, relative, time_us
 from gapless.core.architecture import Recurrence
 from gapless.ops.linear_chunk import (
     ChunkIndices,
@@ -180,13 +177,6 @@ class Problem:
         return relative(out, wanted), relative(checkpoint[self.written], states)
 
 
-def relative(out: Tensor, wanted: Tensor) -> float:
-    """Return |out - wanted| / |wanted|, infinite where something is not finite."""
-    difference = out.double() - wanted
-    error = float(difference.norm() / wanted.norm())
-    return error if math.isfinite(error) else math.inf
-
-
 # several chunks, one, less than one, one token; a segment's end cut, cuts side by side
 CHECKED = (130, 1, 64, 65, 5, 20, 2)
 CHECKED_CUTS = ([1, 64, 100], [1], [], [65], [4], [3, 7, 16], [1, 2])
@@ -298,54 +288,9 @@ def measure(device: torch.device) -> list[dict[str, Any]]:
 
 def _time_us(call: Callable[[], object]) -> float:
     """Return microseconds per call."""
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream), torch.inference_mode():
-        call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(CALLS):
-                call()
-    torch.cuda.synchronize()
-    for _ in range(3):
-        graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / CALLS)
-    return statistics.median(times)
-
-
-def main() -> int:
-    """Run what is asked for; a failed check ends the run without figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for flag in ("--check", "--measure"):
-        parser.add_argument(flag, action="store_true")
-    parser.add_argument("--output", type=Path, help="JSON file for all figures")
-    asked = parser.parse_args()
-    device = torch.device("cuda")
-    figures: dict[str, Any] = {"device": torch.cuda.get_device_name(device)}
-    for name, run in (("check", check), ("measure", measure)):
-        if not vars(asked)[name]:
-            continue
-        figures[name] = run(device)
-        for row in figures[name]:
-            print(
-                "  ".join(
-                    f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()
-                )
-            )
-        if not all(row.get("ok", True) for row in figures[name]):
-            return 1
-    if asked.output:
-        asked.output.write_text(json.dumps(figures, indent=1))
-    return 0
+    with torch.inference_mode():
+        return time_us([call] * CALLS, REPLAYS)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, {"check": check, "measure": measure}))

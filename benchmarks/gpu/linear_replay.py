@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks.gpu.harness import capture, relative, replay_us, result
 from gapless.core.architecture import Recurrence
 from gapless.ops.linear_replay import ReplayIndices, ReplayMemory, reference
 from gapless.ops.linear_replay import triton as kernels
@@ -33,7 +33,7 @@ from gapless.ops.linear_replay.tuning import Launch, kernel_of, launch_of
 from gapless.ops.step_metadata import Geometry, SlotColumns, StepConstants, window_indices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -303,17 +303,17 @@ def _step_results(case: Case, rows: int, device: torch.device) -> list[dict[str,
     loose = STATE_BOUND[BF16] if case.state_dtype is BF16 else 0.0
     copied = _differing(memory.k_ring[written], inputs.k[:rows].flatten(0, 1))
     copied += _differing(memory.g_ring[written], inputs.log_decay[:rows].flatten(0, 1))
-    d_error = _relative(memory.d_ring[written], exact.d_ring[written])
+    d_error = relative(memory.d_ring[written], exact.d_ring[written])
     label = f"{case} B={rows}"
     results = [
-        _result(f"{label} out", _relative(out[:rows], wanted[:rows]), OUT_BOUND + loose),
-        _result(f"{label} d", d_error, D_BOUND + loose),
-        _result(f"{label} k and g", copied, 0),
-        _result(f"{label} other rows", _differing(before, memory.checkpoint), 0),
+        result(f"{label} out", relative(out[:rows], wanted[:rows]), OUT_BOUND + loose),
+        result(f"{label} d", d_error, D_BOUND + loose),
+        result(f"{label} k and g", copied, 0),
+        result(f"{label} other rows", _differing(before, memory.checkpoint), 0),
     ]
     if len(folded):
-        error = _relative(memory.checkpoint[folded], exact.checkpoint[folded])
-        results.append(_result(f"{label} fold", error, STATE_BOUND[case.state_dtype]))
+        error = relative(memory.checkpoint[folded], exact.checkpoint[folded])
+        results.append(result(f"{label} fold", error, STATE_BOUND[case.state_dtype]))
     return results
 
 
@@ -339,8 +339,8 @@ def _fold_result(recurrence: Recurrence, device: torch.device) -> dict[str, Any]
         keys = keys.repeat_interleave(group, 1) * (g.sum(0) - g.cumsum(0)).exp()
         state = state * g.sum(0)[:, None].exp()
         state += torch.einsum("jhv,jhk->hvk", memory.d_ring[:16].double(), keys)
-    error = _relative(memory.checkpoint[:1], state)
-    return _result(f"{recurrence.name.lower()} fold of {FOLDED_TOKENS} tokens", error, FOLD_BOUND)
+    error = relative(memory.checkpoint[:1], state)
+    return result(f"{recurrence.name.lower()} fold of {FOLDED_TOKENS} tokens", error, FOLD_BOUND)
 
 
 def _run_result(recurrence: Recurrence, device: torch.device) -> dict[str, Any]:
@@ -361,20 +361,9 @@ def _run_result(recurrence: Recurrence, device: torch.device) -> dict[str, Any]:
             scale=DIM**-0.5,
         )
         decoding.advance()
-    error = _relative(memory.checkpoint[:1], exact.checkpoint[:1])
+    error = relative(memory.checkpoint[:1], exact.checkpoint[:1])
     name = f"{recurrence.name.lower()} state after decoding {DECODED_TOKENS} tokens"
-    return _result(name, error, RUN_BOUND)
-
-
-def _result(name: str, error: float, bound: float) -> dict[str, Any]:
-    return {"name": name, "error": error, "bound": bound, "ok": error <= bound}
-
-
-def _relative(out: Tensor, wanted: Tensor) -> float:
-    """Return |out - wanted| / |wanted|, infinite where something is not finite."""
-    difference = out.double() - wanted.double()
-    error = float(difference.norm() / wanted.double().norm())
-    return error if math.isfinite(error) else math.inf
+    return result(name, error, RUN_BOUND)
 
 
 def _differing(a: Tensor, b: Tensor) -> int:
@@ -425,13 +414,13 @@ class Timing:
             indices = self.decoding.indices
             return call(self.case, self.inputs, memory, indices, launch, is_exact=is_exact)
 
-        graph = _capture([lambda memory=memory: run(memory) for memory in self.layers])
+        graph = capture([lambda memory=memory: run(memory) for memory in self.layers])
         cycle = self.case.replay_len
         times: list[list[float]] = [[] for _ in range(cycle)]
         moved: list[tuple[float, float]] = []
         graph.replay()
         for step in range(cycle * max(PASSES, -(-20 // cycle))):
-            times[step % cycle].append(_replay_us(graph) / len(self.layers))
+            times[step % cycle].append(replay_us(graph) / len(self.layers))
             if step < cycle:
                 moved.append(self.decoding.bytes_moved())
             self.decoding.advance()
@@ -452,30 +441,6 @@ class Timing:
             "floor_us": floor * 1e6,
             "share_of_floor": floor * 1e6 / us,
         }
-
-
-def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3
-
-
-def _capture(launches: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """Warm up and capture all launches in one graph."""
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        launches[0]()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for launch in launches:
-                launch()
-    torch.cuda.synchronize()
-    return graph
 
 
 # step shapes that are measured
@@ -515,7 +480,7 @@ def _peer_rows(device: torch.device) -> Iterator[dict[str, Any]]:
         states = [torch.randn(rows, VALUE_HEADS, DIM, DIM, device=device) for _ in range(count)]
         q, k, v, beta, log_decay = (x.contiguous() for x in inputs.args)
         g = log_decay[..., 0] if recurrence is GDN else log_decay
-        graph = _capture(
+        graph = capture(
             [
                 lambda state=state, peer=peer, q=q, k=k, v=v, beta=beta, g=g: peer(
                     q, k, v, g=g, beta=beta, scale=DIM**-0.5, initial_state=state,
@@ -524,7 +489,7 @@ def _peer_rows(device: torch.device) -> Iterator[dict[str, Any]]:
                 for state in states
             ]
         )  # fmt: skip
-        us = statistics.median(_replay_us(graph) for _ in range(20)) / count
+        us = statistics.median(replay_us(graph) for _ in range(20)) / count
         moved = rows * (2 * case.state_bytes + sum(case.token_bytes))
         floor_us = moved / UPDATE_BANDWIDTH * 1e6
         yield {

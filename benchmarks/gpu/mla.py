@@ -9,12 +9,9 @@ these take longer: with 128 heads a latent is used often enough for it.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,16 +21,13 @@ from benchmarks.gpu.attention import (
     MOST_LAUNCHES,
     PAGE_SIZE,
     READ_BANDWIDTH,
+    REPLAYS,
     ROTATED_BYTES,
     Rows,
-    _capture,
     _if_it_fits,
-    _print,
-    _relative,
-    _result,
     _segments,
-    _time_us,
 )
+from benchmarks.gpu.harness import capture, main, relative, result, time_us
 from gapless.attention.reference import ReferenceAttention
 from gapless.attention.triton import TritonAttention
 from gapless.ops.mla import prefill_latent_attention
@@ -120,12 +114,12 @@ def check(device: torch.device, most: int = 1400) -> list[dict[str, Any]]:
         for width, first in windows:
             error = _window_error(shape, dtype, width, first, most, device)
             name = f"latent window {label} W={width} first={first}"
-            found.append(_result(name, error, BOUNDS[dtype]))
+            found.append(result(name, error, BOUNDS[dtype]))
         error = _prefill_error(shape, dtype, device)
-        found.append(_result(f"latent prefill {label}", error, BOUNDS[dtype]))
+        found.append(result(f"latent prefill {label}", error, BOUNDS[dtype]))
     for shape in (FEW, V3):
         name = f"latent window {shape}: rows alone, in a batch and in a graph are the same bits"
-        found.append(_result(name, _differing_rows(shape, 3 * most, device), 0))
+        found.append(result(name, _differing_rows(shape, 3 * most, device), 0))
     return found
 
 
@@ -141,7 +135,7 @@ def _window_error(
         out = plan.run_latent(q.to(acc), pool.to(acc), shape.scale, value_dim=shape.rank)
         return out[: len(lengths) * width]
 
-    return _relative(run(TritonAttention, dtype), run(ReferenceAttention, torch.float64))
+    return relative(run(TritonAttention, dtype), run(ReferenceAttention, torch.float64))
 
 
 def _prefill_error(shape: Latents, dtype: torch.dtype, device: torch.device) -> float:
@@ -157,7 +151,7 @@ def _prefill_error(shape: Latents, dtype: torch.dtype, device: torch.device) -> 
     )
     backend = TritonAttention(page_size=PAGE_SIZE, max_len=num_keys, device=str(device))
     plan = backend.plan_prefill(kv_read, segments)
-    return _relative(plan.run_latent(q, pool, shape.scale, value_dim=shape.rank), wanted)
+    return relative(plan.run_latent(q, pool, shape.scale, value_dim=shape.rank), wanted)
 
 
 def _differing_rows(shape: Latents, most: int, device: torch.device) -> int:
@@ -182,7 +176,7 @@ def _differing_rows(shape: Latents, most: int, device: torch.device) -> int:
     if device.type == "cuda":
         captured: list[torch.Tensor] = []
         plan = rows.plan(TritonAttention)
-        graph = _capture([lambda: captured.append(run(plan, q))])
+        graph = capture([lambda: captured.append(run(plan, q))])
         graph.replay()
         differing += not torch.equal(captured[-1], together)
     return differing
@@ -242,7 +236,9 @@ def _window_row(
             tiling=tiling,
         )
 
-    us = _time_us([lambda pool=pool: launch(pool) for pool in storage.pools(shape, rows.entries)])
+    us = time_us(
+        [lambda pool=pool: launch(pool) for pool in storage.pools(shape, rows.entries)], REPLAYS
+    )
     moved = shape.moved_bytes(batch * width, batch * context)
     operations = shape.operations(batch * width * context)
     seconds = us / 1e6
@@ -272,11 +268,12 @@ def _prefill_row(
     pools = storage.pools(shape, num_keys)[:4]
     # the first run sends the tiles up, which a graph cannot hold
     plan.run_latent(q, pools[0], shape.scale, value_dim=shape.rank)
-    us = _time_us(
+    us = time_us(
         [
             lambda pool=pool: plan.run_latent(q, pool, shape.scale, value_dim=shape.rank)
             for pool in pools
-        ]
+        ],
+        REPLAYS,
     )
     pairs = num_tokens * num_keys - num_tokens * (num_tokens - 1) // 2
     rate = shape.operations(pairs) / us * 1e6
@@ -319,28 +316,5 @@ def _candidates(queries: int) -> Iterator[WindowTiling]:
         yield WindowTiling(**asdict(usual) | {"min_split": min_split, "max_splits": max_splits})
 
 
-def main() -> int:
-    """Run what is asked for; a failed check ends the run without figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for flag in ("--check", "--measure", "--sweep"):
-        parser.add_argument(flag, action="store_true")
-    parser.add_argument("--output", type=Path, help="JSON file for all figures")
-    asked = parser.parse_args()
-    device = torch.device("cuda")
-    figures: dict[str, Any] = {"device": torch.cuda.get_device_name(device)}
-    if asked.check:
-        figures["check"] = check(device)
-        _print(figures["check"])
-        if not all(result["ok"] for result in figures["check"]):
-            return 1
-    for name, run in (("measure", measure), ("sweep", sweep)):
-        if vars(asked)[name]:
-            figures[name] = run(device)
-            _print(figures[name])
-    if asked.output:
-        asked.output.write_text(json.dumps(figures, indent=1))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, {"check": check, "measure": measure, "sweep": sweep}))

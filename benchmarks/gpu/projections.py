@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
+from benchmarks.gpu.harness import result
 from gapless.ops.skinny_linear import triton as skinny
 from gapless.ops.skinny_linear.tuning import (
     MAX_ROWS,
@@ -215,16 +216,12 @@ def _job_results(job: Job, device: torch.device) -> Iterator[dict[str, Any]]:
     out = job.run(x, weight, bias)
     error = float((out.double() - wanted).norm() / wanted.norm())
     error = error if math.isfinite(error) else math.inf
-    yield _result(str(job), error, BOUNDS[job.out_dtype])
+    yield result(str(job), error, BOUNDS[job.out_dtype])
     # a vector kernel for fewer rows is another one
     first = 1 if isinstance(job.tile, Vector) else job.rows - 1
     if 0 < first < job.rows:
         differing = int((job.run(x[first:], weight, bias) != out[first:]).sum())
-        yield _result(f"{job}: changed by other rows", differing, 0)
-
-
-def _result(name: str, error: float, bound: float) -> dict[str, Any]:
-    return {"name": name, "error": error, "bound": bound, "ok": error <= bound}
+        yield result(f"{job}: changed by other rows", differing, 0)
 
 
 class Weights:

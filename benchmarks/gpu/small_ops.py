@@ -11,8 +11,6 @@ must be read and written at the bandwidths below; experts count each one's matri
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 import sys
@@ -20,12 +18,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from itertools import product
 from multiprocessing import get_context
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 
+from benchmarks.gpu.harness import capture, main, relative, result, time_us
 from gapless.ops.acceptance import AcceptColumns
 from gapless.ops.acceptance import reference as acceptance_reference
 from gapless.ops.acceptance import triton as acceptance
@@ -76,16 +74,6 @@ def check(device: torch.device) -> list[dict[str, Any]]:
     return [*found, *_moe_results(device)]
 
 
-def _result(name: str, error: float, bound: float) -> dict[str, Any]:
-    return {"name": name, "error": error, "bound": bound, "ok": error <= bound}
-
-
-def _relative(out: Tensor, wanted: Tensor) -> float:
-    """Return |out - wanted| / |wanted|, infinite where something is not finite."""
-    error = float((out.double() - wanted.double()).norm() / wanted.double().norm())
-    return error if math.isfinite(error) else math.inf
-
-
 def _kind(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -97,18 +85,18 @@ def _norm_results(device: torch.device) -> Iterator[dict[str, Any]]:
         label, bound = f"{rows}x{size} {_kind(dtype)}", BOUNDS[dtype]
         wide, wide_weight = x.double(), weight.double()
         wanted = norm_reference.rms_norm(wide, wide_weight, EPS)
-        yield _result(f"rms_norm {label}", _relative(norm.rms_norm(x, weight, EPS), wanted), bound)
+        yield result(f"rms_norm {label}", relative(norm.rms_norm(x, weight, EPS), wanted), bound)
         total, normed = norm.add_rms_norm(x, y, weight, EPS)
         wanted = norm_reference.rms_norm(total.double(), wide_weight, EPS)
-        error = max(_relative(total, wide + y.double()), _relative(normed, wanted))
-        yield _result(f"add_rms_norm {label}", error, bound)
+        error = max(relative(total, wide + y.double()), relative(normed, wanted))
+        yield result(f"add_rms_norm {label}", error, bound)
         out = norm.gated_rms_norm(x, y, weight, EPS, activation="silu")
         wanted = norm_reference.gated_rms_norm(
             wide, y.double(), wide_weight, EPS, activation="silu"
         )
-        yield _result(f"gated_rms_norm {label}", _relative(out, wanted), bound)
-        error = _relative(silu.silu_mul(x), silu_reference.silu_mul(wide))
-        yield _result(f"silu_mul {label}", error, bound)
+        yield result(f"gated_rms_norm {label}", relative(out, wanted), bound)
+        error = relative(silu.silu_mul(x), silu_reference.silu_mul(wide))
+        yield result(f"silu_mul {label}", error, bound)
 
 
 class Windows:
@@ -147,17 +135,17 @@ def _conv_results(device: torch.device) -> Iterator[dict[str, Any]]:
             wanted = case.run(conv_reference.convolve_window, weight, is_wide=True)
             out = case.run(conv.convolve_window, weight)
             label = f"{rows} rows W={window} {_kind(dtype)}"
-            yield _result(f"convolve_window {label}", _relative(out, wanted), bound)
+            yield result(f"convolve_window {label}", relative(out, wanted), bound)
             before.index_copy_(0, case.write, case.inputs)
             differing = int((before != case.ring).sum())
-            yield _result(f"convolve_window {label}: ring", differing, 0)
+            yield result(f"convolve_window {label}: ring", differing, 0)
         source = torch.randn(1003, CHANNELS, device=device).to(dtype)
         taps = torch.randint(1003, (WIDTH, 777), device=device)
         out = conv.causal_conv(source, taps, weight, None, activation="silu")
         wanted = conv_reference.causal_conv(
             source.double(), taps, weight.double(), None, activation="silu"
         )
-        yield _result(f"causal_conv {_kind(dtype)}", _relative(out, wanted), bound)
+        yield result(f"causal_conv {_kind(dtype)}", relative(out, wanted), bound)
 
 
 class Table:
@@ -220,7 +208,7 @@ def _metadata_results(device: torch.device) -> Iterator[dict[str, Any]]:
                 )
                 pairs = zip(_tensors(found), _tensors(wanted), strict=True)
                 differing += sum(not torch.equal(a, b) for a, b in pairs)
-        yield _result(f"window_indices W={window}: tensors that differ", differing, 0)
+        yield result(f"window_indices W={window}: tensors that differ", differing, 0)
 
 
 def sampling_rows(num_rows: int, device: torch.device, **values: float) -> SamplingRows:
@@ -260,7 +248,7 @@ def _sampling_results(device: torch.device) -> Iterator[dict[str, Any]]:
     positions = torch.randint(2**20, (9,), device=device)
     noise = sampling.gumbel_noise(seeds, positions, VOCAB)
     differing = int((noise != philox.gumbel_noise(seeds, positions, VOCAB)).sum())
-    yield _result("gumbel_noise: values that differ", differing, 0)
+    yield result("gumbel_noise: values that differ", differing, 0)
     num_rows = 250
     flat, peaked = torch.randn(num_rows, VOCAB, device=device), peaked_logits(num_rows, device)
     ties = (peaked * 2).round() / 2
@@ -274,8 +262,8 @@ def _sampling_results(device: torch.device) -> Iterator[dict[str, Any]]:
         # a running float sum may place top-p's threshold one token off
         bound = 0.004 if "top_p" in options else 0.0
         share = float((found != wanted).float().mean())
-        yield _result(f"sample {name} {kind}: share of rows that differ", share, bound)
-    yield _result("sample: rows changed by batch, split or graph", _unsteady(peaked), 0)
+        yield result(f"sample {name} {kind}: share of rows that differ", share, bound)
+    yield result("sample: rows changed by batch, split or graph", _unsteady(peaked), 0)
 
 
 def _unsteady(logits: Tensor) -> int:
@@ -298,7 +286,7 @@ def _unsteady(logits: Tensor) -> int:
         alone = sampling.sample(logits[index], positions[index], part, mode=SamplingMode.DRAWN)
         changed += int((alone != together[index]).sum())
     captured: list[Tensor] = []
-    graph = _capture([lambda: captured.append(run())])
+    graph = capture([lambda: captured.append(run())])
     for _ in range(3):
         graph.replay()
         changed += int((captured[-1] != together).sum())
@@ -342,7 +330,7 @@ def _acceptance_results(device: torch.device) -> Iterator[dict[str, Any]]:
             outcomes.append([*_tensors(settled), *_tensors(columns)])
         differing = sum(not torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
         name = f"settle_windows {rows} rows W={window}: tensors that differ"
-        yield _result(name, differing, 0)
+        yield result(name, differing, 0)
 
 
 class Experts:
@@ -374,8 +362,8 @@ def _moe_results(device: torch.device) -> Iterator[dict[str, Any]]:
         weights, experts = moe.route(logits, ACTIVE, renormalises=True)
         wanted, wanted_experts = moe_reference.route(logits, ACTIVE, renormalises=True)
         differing = int((experts != wanted_experts).sum())
-        yield _result(f"route {_kind(dtype)}: experts that differ", differing, 0)
-        yield _result(f"route {_kind(dtype)}: weights", _relative(weights, wanted), 2e-6)
+        yield result(f"route {_kind(dtype)}: experts that differ", differing, 0)
+        yield result(f"route {_kind(dtype)}: weights", relative(weights, wanted), 2e-6)
     sizes = {BF16: (EXPERTS, HIDDEN, INNER), FP32: (32, 256, 96)}
     for dtype, size in sizes.items():
         layer = Experts(*size, dtype, device)
@@ -385,10 +373,10 @@ def _moe_results(device: torch.device) -> Iterator[dict[str, Any]]:
             wanted = moe_reference.mix_experts(x.double(), weights.double(), experts, *wide)
             paths = [moe.mix_grouped] + [moe.mix_gathered] * (tokens < 300)
             for path in paths:
-                error = _relative(path(x, weights, experts, layer.gate_up, layer.down), wanted)
+                error = relative(path(x, weights, experts, layer.gate_up, layer.down), wanted)
                 label = f"{path.__name__} {tokens} tokens {_kind(dtype)}"
-                yield _result(label, error, MOE_BOUNDS[dtype])
-            yield _result(
+                yield result(label, error, MOE_BOUNDS[dtype])
+            yield result(
                 f"experts {tokens} tokens {_kind(dtype)}: padded rows", _padding_error(layer, x), 0
             )
 
@@ -419,7 +407,7 @@ class Op:
     flops: float = 0.0
 
     def row(self) -> dict[str, Any]:
-        us, moved = _time_us(self.kernel), self.read + self.written
+        us, moved = time_us(self.kernel, REPLAYS), self.read + self.written
         bandwidth = READ_BANDWIDTH if self.written < self.read / 8 else UPDATE_BANDWIDTH
         floor_us = moved / bandwidth * 1e6
         row = {
@@ -429,7 +417,7 @@ class Op:
             "MB": moved / 1e6,
             "floor_us": floor_us,
             "share_of_floor": floor_us / us,
-            "chain_us": _time_us(self.chain) if self.chain else math.nan,
+            "chain_us": time_us(self.chain, REPLAYS) if self.chain else math.nan,
         }
         return row | ({"TFLOP_s": self.flops / us / 1e6} if self.flops else {})
 
@@ -640,7 +628,7 @@ def tile_sweep(device: torch.device) -> list[dict[str, Any]]:
                 for a in inputs
             ]
             try:
-                times[tiling] = _time_us(launches)
+                times[tiling] = time_us(launches, REPLAYS)
             except triton.runtime.errors.OutOfResources as error:
                 print(f"{tiling} does not fit: {error}", flush=True)
         best = sorted(times, key=times.__getitem__)[:4]
@@ -676,16 +664,17 @@ def gathered_sweep(device: torch.device) -> list[dict[str, Any]]:
 
         def us(tiling: moe.GatheredTiling, inputs: Sequence[Any] = inputs) -> float:
             matrices = layer.gate_up, layer.down
-            return _time_us(
-                [lambda a=a: moe.mix_gathered(*a, *matrices, tiling=tiling) for a in inputs]
+            return time_us(
+                [lambda a=a: moe.mix_gathered(*a, *matrices, tiling=tiling) for a in inputs],
+                REPLAYS,
             )
 
         times = {tiling: us(tiling) for tiling in ups}
         best = min(times, key=times.__getitem__)
         downs = [replace(best, block_down=d, down_warps=w) for d, w in GATHERED_DOWN]
         times |= {tiling: us(tiling) for tiling in downs}
-        grouped = _time_us(
-            [lambda a=a: moe.mix_grouped(*a, layer.gate_up, layer.down) for a in inputs]
+        grouped = time_us(
+            [lambda a=a: moe.mix_grouped(*a, layer.gate_up, layer.down) for a in inputs], REPLAYS
         )
         for tiling in sorted(times, key=times.__getitem__)[:8]:
             row = {"tokens": tokens, "us": times[tiling], "floor_us": floor_us}
@@ -700,64 +689,15 @@ def _compile_gathered(tiling: moe.GatheredTiling) -> None:
     torch.cuda.synchronize()
 
 
-def _capture(launches: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """Warm up and capture all launches in one graph."""
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        launches[0]()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for launch in launches:
-                launch()
-    torch.cuda.synchronize()
-    return graph
-
-
-def _time_us(launches: Sequence[Callable[[], object]]) -> float:
-    """Return microseconds per launch."""
-    graph = _capture(launches)
-    times = []
-    for _ in range(REPLAYS + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(launches))
-    return statistics.median(times[2:])
-
-
-def _print(rows: Sequence[dict[str, Any]]) -> None:
-    for row in rows:
-        parts = [f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()]
-        print("  ".join(parts), flush=True)
-
-
-def main() -> int:
-    """Run what is asked for; a failed check ends the run without figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for flag in ("--check", "--measure", "--gathered-sweep", "--tile-sweep"):
-        parser.add_argument(flag, action="store_true")
-    parser.add_argument("--output", type=Path, help="JSON file for all figures")
-    asked = parser.parse_args()
-    device = torch.device("cuda")
-    figures: dict[str, Any] = {"device": torch.cuda.get_device_name(device)}
-    if asked.check:
-        figures["check"] = check(device)
-        _print(figures["check"])
-        if not all(result["ok"] for result in figures["check"]):
-            return 1
-    sweeps = {"gathered_sweep": gathered_sweep, "tile_sweep": tile_sweep}
-    for name, run in ({"measure": measure} | sweeps).items():
-        if vars(asked)[name]:
-            figures[name] = run(device)
-            _print(figures[name])
-    if asked.output:
-        asked.output.write_text(json.dumps(figures, indent=1))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(
+        main(
+            __doc__,
+            {
+                "check": check,
+                "measure": measure,
+                "gathered_sweep": gathered_sweep,
+                "tile_sweep": tile_sweep,
+            },
+        )
+    )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
+from benchmarks.gpu import harness
 from benchmarks.gpu.engine import idle_shares, kernel_class
 from benchmarks.gpu.models import MODELS, write_checkpoint
 from gapless.config.hf import read_hf_config
@@ -43,3 +45,31 @@ def test_idle_time_is_divided_into_seams_and_gaps() -> None:
         ("Memcpy HtoD", 11.0, 12.0), ("a", 12.0, 14.0), ("b", 13.0, 20.0),
     ]  # fmt: skip
     assert idle_shares(kernels) == {"seam_share": 0.3, "gap_share": 0.1}
+
+
+@pytest.mark.parametrize(("is_right", "wanted"), [(True, ["check", "measure"]), (False, ["check"])])
+def test_a_failed_check_ends_a_run_without_figures(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_right: bool, wanted: list[str]
+) -> None:
+    ran = []
+
+    def check(_device: torch.device) -> list[dict[str, object]]:
+        ran.append("check")
+        return [harness.result("sum", 0.5, 1.0 if is_right else 0.1)]
+
+    def measure(_device: torch.device) -> list[dict[str, object]]:
+        ran.append("measure")
+        return [{"us": 1.0}]
+
+    output = tmp_path / "figures.json"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "a GPU")
+    monkeypatch.setattr("sys.argv", ["bench", "--check", "--measure", "--output", str(output)])
+    status = harness.main(None, {"check": check, "measure": measure})
+    assert ran == wanted
+    assert (status, output.exists()) == ((0, True) if is_right else (1, False))
+
+
+def test_an_error_that_is_no_number_is_beyond_every_bound() -> None:
+    bad = harness.relative(torch.tensor([1.0, float("nan")]), torch.ones(2))
+    assert not harness.result("nan", bad, 1e9)["ok"]
+    assert harness.relative(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 0.0])) == 4 / 3
