@@ -48,10 +48,10 @@ def window_indices(
     tree: Tensor | None = None,  # [slots + 1, W_max] int64
 ) -> WindowIndices:
     """Derive a step's index tensors on the device. Contract: `reference.window_indices`."""
-    if slots.is_cuda and tree is None:
+    if slots.is_cuda:
         from gapless.ops.step_metadata import triton
 
-        return triton.window_indices(slots, columns, geometry, window=window)
+        return triton.window_indices(slots, columns, geometry, window=window, tree=tree)
     _log_fallback(slots.device.type)
     return reference.window_indices(slots, columns, geometry, constants, window=window, tree=tree)
 
