@@ -6,12 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _highest(b_bits, o_node):
-    """Return the highest bit set [W] among those of `o_node` [N], -1 where none is."""
-    b_set = (b_bits[:, None] >> o_node[None, :]) & 1
-    return tl.max(tl.where(b_set != 0, o_node[None, :], -1), axis=1)
+from gapless.ops.draft_tree.kernels import _depths, _highest
 
 
 # any number of tokens is served by one compiled kernel
@@ -87,7 +82,7 @@ def _window_indices_kernel(
         o_node = tl.arange(0, BLOCK_W).to(tl.int64)
         b_bits = tl.load(tree + slot * tree_stride + o_w, mask=m_w, other=0)
         b_bits = tl.where(slot == NULL_SLOT, b_one << o_node, b_bits)
-        b_logical = length + tl.sum((b_bits[:, None] >> o_node[None, :]) & 1, axis=1) - 1
+        b_logical = length + _depths(b_bits, o_node)
         tl.store(ancestors + o_token, b_bits, mask=m_w)
         tl.store(logical + o_token, b_logical, mask=m_w)
     for i_far in tl.static_range(WIDTH):
@@ -110,3 +105,43 @@ def _window_indices_kernel(
     entry = tl.where(replayed >= length, RING_ZERO, slot * R + replayed % R)
     tl.store(ring_read + i_row * N + o_n, entry, mask=m_n)
     tl.store(fold_mask + i_row * N + o_n, (replayed < folded).to(tl.uint8), mask=m_n)
+
+
+@triton.jit
+def _path_moves_kernel(
+    path,
+    lens,
+    slots,
+    seq_lens,
+    page_table,
+    kv_read,
+    kv_write,
+    ring_read,
+    ring_write,
+    conv_read,
+    conv_write,
+    page_stride,
+    PAGE_SIZE: tl.constexpr,
+    R: tl.constexpr,
+    R_C: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + i_row)
+    length = tl.load(seq_lens + i_row)
+    o_w = tl.arange(0, BLOCK_W)
+    m_w = o_w < W
+    o_node = i_row * W + o_w
+    b_node = tl.load(path + o_node, mask=m_w, other=0)
+    source = length + tl.where(o_w < tl.load(lens + i_row), b_node, o_w)
+    target = length + o_w
+    p_pages = page_table + slot * page_stride
+    page = tl.load(p_pages + source // PAGE_SIZE, mask=m_w, other=0)
+    tl.store(kv_read + o_node, page * PAGE_SIZE + source % PAGE_SIZE, mask=m_w)
+    page = tl.load(p_pages + target // PAGE_SIZE, mask=m_w, other=0)
+    tl.store(kv_write + o_node, page * PAGE_SIZE + target % PAGE_SIZE, mask=m_w)
+    tl.store(ring_read + o_node, slot * R + source % R, mask=m_w)
+    tl.store(ring_write + o_node, slot * R + target % R, mask=m_w)
+    tl.store(conv_read + o_node, slot * R_C + source % R_C, mask=m_w)
+    tl.store(conv_write + o_node, slot * R_C + target % R_C, mask=m_w)

@@ -1,4 +1,4 @@
-"""`reference.window_indices` in one launch, the same integers."""
+"""The functions of `reference.py` in one launch each, the same integers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 import triton
 
 from gapless.ops.linear_replay import ReplayIndices
-from gapless.ops.step_metadata.kernels import _window_indices_kernel
-from gapless.ops.step_metadata.reference import Geometry, SlotColumns, WindowIndices
+from gapless.ops.step_metadata.kernels import _path_moves_kernel, _window_indices_kernel
+from gapless.ops.step_metadata.reference import Geometry, PathMoves, SlotColumns, WindowIndices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,3 +118,39 @@ def fill(
         HAS_TREE=tree is not None,
         num_warps=1,
     )
+
+
+def path_moves(
+    path: Tensor,
+    lens: Tensor,
+    slots: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    geometry: Geometry,
+) -> PathMoves:
+    """See `reference.path_moves`. Indices are contiguous."""
+    assert page_table.stride(1) == 1, "a page table's rows are contiguous"
+    assert path.is_contiguous(), "paths are contiguous"
+    window = path.shape[1]
+    out = PathMoves(*(torch.empty_like(path) for _ in range(6)))
+    _path_moves_kernel[(path.shape[0],)](
+        path,
+        lens,
+        slots,
+        seq_lens,
+        page_table,
+        out.kv_read,
+        out.kv_write,
+        out.ring_read,
+        out.ring_write,
+        out.conv_read,
+        out.conv_write,
+        page_table.stride(0),
+        PAGE_SIZE=geometry.page_size,
+        R=geometry.ring_len,
+        R_C=geometry.conv_ring_len,
+        W=window,
+        BLOCK_W=triton.next_power_of_2(window),
+        num_warps=1,
+    )
+    return out
