@@ -1,5 +1,10 @@
 """Sums and gathers between the ranks of one machine: Gloo on the CPU, NCCL on GPUs.
 
+Small sums of GPUs go through mailboxes (`peer_memory.py`) where the host lets them. NVLink
+multicast stays off unless the environment asks for it: it is set up in switches that all GPUs of a
+host share, ranks may be killed at any time, and the sums of a decode step are too small to gain by
+it.
+
 The groups are objects of their own, not the default group of `torch.distributed`, so that engines
 in one process do not meet. Ranks find each other through a file in a private directory, and Gloo
 connects over the loopback interface only.
@@ -7,11 +12,16 @@ connects over the loopback interface only.
 
 from __future__ import annotations
 
+import logging
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed
+
+from gapless.engine.peer_memory import PeerMemory, Table, open_peer_memory
+from gapless.ops.peer_sum.reference import WORD_BYTES, is_served
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,6 +34,9 @@ c10d: Any = distributed
 # how long a rank waits for the others in one call; it covers the capture of a graph
 TIMEOUT = timedelta(minutes=5)
 LOOPBACK = "127.0.0.1"
+MULTICAST = "NCCL_NVLS_ENABLE"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,9 +60,16 @@ class ProcessCommunicator:
         make = _nccl if meeting.device == "cuda" else _gloo
         self._world_size = meeting.world_size
         self._group = make(store, meeting.rank, meeting.world_size)
+        self._peers: PeerMemory | None = None
+        if meeting.device == "cuda" and meeting.world_size > 1:
+            self._peers = _peer_memory(Table(store, meeting.rank, meeting.world_size))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum `x` over the ranks, in place."""
+        """Sum `x` over the ranks, into a new tensor or in place."""
+        if self._peers is not None and is_served(x, self._peers.mailboxes.capacity):
+            from gapless.ops.peer_sum.triton import peer_sum
+
+            return peer_sum(x, self._peers.mailboxes)
         # on a GPU it is the stream that waits, not the host
         self._group.allreduce([x]).wait()
         return x
@@ -63,7 +83,24 @@ class ProcessCommunicator:
 
     def abort(self) -> None:
         """Let calls that are under way on the device end, with anything as their result."""
+        if self._peers is not None:
+            self._peers.stop()
         self._group.abort()
+
+    def close(self) -> None:
+        """Give memory of the device back, after `abort` and once no graph is left."""
+        if self._peers is not None:
+            self._peers.close()
+
+
+def _peer_memory(table: Table) -> PeerMemory | None:
+    found = open_peer_memory(table)
+    if isinstance(found, PeerMemory):
+        size = found.mailboxes.capacity * WORD_BYTES >> 10
+        logger.info("sums of up to %d KiB go through mailboxes, others through NCCL", size)
+        return found
+    logger.warning("all sums go through NCCL, GPUs cannot write to each other: %s", found)
+    return None
 
 
 def _gloo(store: Any, rank: int, world_size: int) -> Any:
@@ -74,6 +111,7 @@ def _gloo(store: Any, rank: int, world_size: int) -> Any:
 
 
 def _nccl(store: Any, rank: int, world_size: int) -> Any:
+    os.environ.setdefault(MULTICAST, "0")
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = TIMEOUT
     return c10d.ProcessGroupNCCL(store, rank, world_size, options)

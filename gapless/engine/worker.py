@@ -208,7 +208,7 @@ class Workers:
         self._await(READY, None)
         self._runner = runner
         if self._is_on_gpu:
-            leave = partial(_leave_group, self.communicator.abort, runner.forget_graphs)
+            leave = partial(_leave_group, self.communicator, runner.forget_graphs)
             self._leaving.append(leave)
             self._watch()
 
@@ -242,6 +242,11 @@ class Workers:
             raise InternalError("the ranks of this engine were ended; make another engine")
         self._raise_if_ended(0)
 
+    @property
+    def sentinels(self) -> Sequence[int]:
+        """File descriptors that can be read once a worker has ended."""
+        return [link.process.sentinel for link in self._links]
+
     def close(self) -> None:
         """End all workers; harmless when they have ended."""
         self._finalizer()
@@ -251,7 +256,7 @@ class Workers:
         deadline = None if limit_s is None else time.monotonic() + limit_s
         for link in self._links:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            found = connection.wait([link.pipe, *self._sentinels()], left)
+            found = connection.wait([link.pipe, *self.sentinels], left)
             report = _receive(link.pipe) if link.pipe in found else None
             if report == wanted:
                 continue
@@ -274,11 +279,8 @@ class Workers:
         ended = [link for link in self._links if link.process.sentinel in sentinels]
         return " and ".join(link.why() for link in ended)
 
-    def _sentinels(self) -> Sequence[int]:
-        return [link.process.sentinel for link in self._links]
-
     def _raise_if_ended(self, patience_s: float) -> None:
-        ended = connection.wait(self._sentinels(), patience_s)
+        ended = connection.wait(self.sentinels, patience_s)
         if not ended:
             return
         reason = self._why(ended)
@@ -289,7 +291,7 @@ class Workers:
         """Free the device from waiting for a rank that has ended; nothing else would."""
         threading.Thread(
             target=_abort_at_end,
-            args=(list(self._sentinels()), self.communicator, self._closing),
+            args=(list(self.sentinels), self.communicator, self._closing),
             name="gapless ranks",
             daemon=True,
         ).start()
@@ -355,15 +357,16 @@ def _abort_at_end(
         communicator.abort()
 
 
-def _leave_group(abort: Callable[[], None], forget_graphs: Callable[[], None]) -> None:
+def _leave_group(communicator: ProcessCommunicator, forget_graphs: Callable[[], None]) -> None:
     """Free the GPU from waiting for other ranks, and leave their group.
 
     NCCL aborts what is under way at once, and then waits until no graph uses the group any more.
     """
-    thread = threading.Thread(target=abort, name="gapless leave", daemon=True)
+    thread = threading.Thread(target=communicator.abort, name="gapless leave", daemon=True)
     thread.start()
     forget_graphs()
     thread.join(GRACE_S)
+    communicator.close()
 
 
 def _end(

@@ -71,9 +71,7 @@ class Ranks:
         if DEVICE == "cuda":
             torch.cuda.synchronize()
         self.is_stopped.zero_()
-        return [
-            triton.peer_sum(term, own) for own, term in zip(self.mailboxes, terms, strict=True)
-        ]
+        return [triton.peer_sum(term, own) for own, term in zip(self.mailboxes, terms, strict=True)]
 
 
 def terms_of(world_size: int, count: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
@@ -102,9 +100,8 @@ def test_every_rank_has_the_sum_in_the_order_of_ranks(
     ranks = Ranks(world_size)
     # longer and shorter by turns: programs take part in some of the calls only
     for seed, count in enumerate((10, 2 * CAPACITY, 6, 2 * PROGRAM_WORDS + 2, CAPACITY, 10)):
-        if dtype is torch.float32:
-            count = min(count, CAPACITY)
-        terms = terms_of(world_size, count, dtype, seed)
+        room = CAPACITY if dtype is torch.float32 else 2 * CAPACITY
+        terms = terms_of(world_size, min(count, room), dtype, seed)
         before = [term.clone() for term in terms]
         wanted = peer_sum(terms)
         for found in ranks.sum(terms):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+
 @triton.jit
 def _send(b_word, addresses, offset, o_word, mask, call, RANK: tl.constexpr, WORLD: tl.constexpr):
     """Write words [BLOCK] into the mailboxes that the other ranks keep for this one."""
@@ -84,12 +85,12 @@ def _peer_sum_kernel(
             b_word = b_own
         else:
             b_word = _await(own + source * CAPACITY + o_word, mask, call, is_stopped, POLLS)
-        if DTYPE == tl.float32:
+        if DTYPE.primitive_bitwidth == 32:
             b_first += b_word.to(tl.float32, bitcast=True)
         else:
             b_first += _low_half(b_word, DTYPE)
             b_second += _high_half(b_word, DTYPE)
-    if DTYPE == tl.float32:
+    if DTYPE.primitive_bitwidth == 32:
         b_out = b_first.to(tl.int32, bitcast=True)
     else:
         b_out = _to_half(b_first, DTYPE) | (_to_half(b_second, DTYPE) << 16)
