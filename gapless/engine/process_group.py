@@ -60,16 +60,20 @@ class ProcessCommunicator:
         make = _nccl if meeting.device == "cuda" else _gloo
         self._world_size = meeting.world_size
         self._group = make(store, meeting.rank, meeting.world_size)
-        self._peers: PeerMemory | None = None
+        self.peers: PeerMemory | None = None
         if meeting.device == "cuda" and meeting.world_size > 1:
-            self._peers = _peer_memory(Table(store, meeting.rank, meeting.world_size))
+            self.peers = _peer_memory(Table(store, meeting.rank, meeting.world_size))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum `x` over the ranks, into a new tensor or in place."""
-        if self._peers is not None and is_served(x, self._peers.mailboxes.capacity):
+        if self.peers is not None and is_served(x, self.peers.mailboxes.capacity):
             from gapless.ops.peer_sum.triton import peer_sum
 
-            return peer_sum(x, self._peers.mailboxes)
+            return peer_sum(x, self.peers.mailboxes)
+        return self.group_sum(x)
+
+    def group_sum(self, x: Tensor) -> Tensor:
+        """Sum `x` over the ranks, in place, through the group whatever its size."""
         # on a GPU it is the stream that waits, not the host
         self._group.allreduce([x]).wait()
         return x
@@ -83,14 +87,14 @@ class ProcessCommunicator:
 
     def abort(self) -> None:
         """Let calls that are under way on the device end, with anything as their result."""
-        if self._peers is not None:
-            self._peers.stop()
+        if self.peers is not None:
+            self.peers.stop()
         self._group.abort()
 
     def close(self) -> None:
         """Give memory of the device back, after `abort` and once no graph is left."""
-        if self._peers is not None:
-            self._peers.close()
+        if self.peers is not None:
+            self.peers.close()
 
 
 def _peer_memory(table: Table) -> PeerMemory | None:
