@@ -109,8 +109,8 @@ def load(options: EngineOptions) -> LoadedModel:
     try:
         runner = build(recipe, 0, workers.communicator)
         workers.lead(runner)
-    except BaseException:
-        workers.close()
+    except BaseException as error:
+        workers.give_up(error)
         raise
     return LoadedModel(checkpoint, hf, config, runner, workers)
 

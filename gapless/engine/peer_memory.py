@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 # of 256 rows of 2048 features in bfloat16
 SENT_WORDS = 1 << 18
 HANDLE_BYTES = 64
+# how often a rank looks whether the others have left something
+LOOK_INTERVAL_S = 0.002
 LAZY_PEER_ACCESS = 1
 # how long the first sum may take, beside compiling it, which ranks may do at different times
 TRIAL_LIMIT_S = 90.0
@@ -89,11 +91,19 @@ class Table:
     store: Any
     rank: int
     world_size: int
+    check: Callable[[], None]
+    """Called while this rank waits; raises if another has ended."""
 
     def exchange(self, name: str, own: bytes) -> list[bytes]:
         """Return what all ranks left under a name, in their order; blocks until they have."""
         self.store.set(f"{name}/{self.rank}", own)
-        return [bytes(self.store.get(f"{name}/{rank}")) for rank in range(self.world_size)]
+        return [self._await(f"{name}/{rank}") for rank in range(self.world_size)]
+
+    def _await(self, key: str) -> bytes:
+        while not self.store.check([key]):
+            self.check()
+            time.sleep(LOOK_INTERVAL_S)
+        return bytes(self.store.get(key))
 
     def complaint(self, name: str, own: str) -> str:
         """Return the complaint of the first rank that has one, empty where none has."""

@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import distributed
 
 from gapless.engine.peer_memory import PeerMemory, Table, open_peer_memory
 from gapless.ops.peer_sum.reference import WORD_BYTES, is_served
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch import Tensor
@@ -50,11 +52,18 @@ class Meeting:
     world_size: int
 
 
+def _trust() -> None:
+    """Take it that the other ranks are there."""
+
+
 class ProcessCommunicator:
     """Exchanges tensors between processes, one rank each; see `layers.placement.Communicator`."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        """Meet the other ranks; blocks until all are there."""
+    def __init__(self, meeting: Meeting, check: Callable[[], None] = _trust) -> None:
+        """Meet the other ranks; blocks until all are there.
+
+        `check` is called meanwhile on a GPU, and raises if one has ended.
+        """
         store = c10d.FileStore(str(meeting.file), meeting.world_size)
         store.set_timeout(TIMEOUT)
         make = _nccl if meeting.device == "cuda" else _gloo
@@ -62,7 +71,11 @@ class ProcessCommunicator:
         self._group = make(store, meeting.rank, meeting.world_size)
         self.peers: PeerMemory | None = None
         if meeting.device == "cuda" and meeting.world_size > 1:
-            self.peers = _peer_memory(Table(store, meeting.rank, meeting.world_size))
+            self.peers = _peer_memory(Table(store, meeting.rank, meeting.world_size, check))
+            # NCCL meets at the first call and cannot be aborted until it has: better while all are
+            # known to be there than after minutes of loading
+            self.group_sum(torch.zeros(1, device="cuda"))
+            torch.cuda.synchronize()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum `x` over the ranks, into a new tensor or in place."""

@@ -196,6 +196,24 @@ def sums(rank: int, communicator: ProcessCommunicator) -> Sums:
     return found
 
 
+def lacking(rank: int, communicator: ProcessCommunicator) -> object:
+    """Rank 1 fails while rank 0 waits for its term, on the device."""
+    if rank == 1:
+        time.sleep(1)
+        raise MemoryError("no room")
+    communicator.all_reduce(torch.zeros(4, device="cuda"))
+    torch.cuda.synchronize()
+    return object()
+
+
+def test_a_rank_that_cannot_load_says_why() -> None:
+    build_rank: Any = lacking
+    workers = Workers(device="cuda", world_size=2, build=build_rank)
+    waited: Any = build_rank(0, workers.communicator)
+    with pytest.raises(InternalError, match="rank 1 failed: MemoryError: no room"):
+        workers.lead(waited)
+
+
 def test_sums_are_those_in_the_order_of_ranks_bit_for_bit() -> None:
     build_rank: Any = sums
     workers = Workers(device="cuda", world_size=2, build=build_rank)
