@@ -9,7 +9,7 @@ import triton.language as tl
 @triton.jit
 def _delta_gates_kernel(
     b_ptr, a_ptr, dt_bias_ptr, rate_ptr, beta_ptr, decay_ptr,
-    num_tokens, b_stride, a_stride,
+    num_tokens, b_stride, a_stride, beta_scale,
     HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[:, None]
@@ -27,7 +27,7 @@ def _delta_gates_kernel(
     rest = tl.where(is_lost, small, tl.log(above) * (small / tl.where(is_lost, 1.0, above - 1.0)))
     softplus = tl.maximum(x, 0.0) + rest
     out = token * HEADS + head
-    tl.store(beta_ptr + out, 1.0 / (1.0 + tl.exp(-b)), mask)
+    tl.store(beta_ptr + out, beta_scale / (1.0 + tl.exp(-b)), mask)
     tl.store(decay_ptr + out, softplus * rate, mask)
 
 
