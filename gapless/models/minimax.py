@@ -1,13 +1,14 @@
 """MiniMax-Text-01 and M1: lightning attention with full attention in between, each before experts.
 
 The residual stream of a layer is the output of its norm: `x = a norm(x) + b mixer(norm(x))`, and
-the same of the block. A norm does not see what its input is multiplied by, up to its epsilon. So x / a
-takes the place of x here: `norm(x) + (b / a) mixer(norm(x))`, with b / a part of the weights, and
-the next norm has epsilon / a^2.
+the same of the block. A norm does not see what its input is multiplied by, up to its epsilon. So
+x / a takes the place of x here: `norm(x) + (b / a) mixer(norm(x))`, with b / a part of the weights,
+and the next norm has epsilon / a^2.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gapless.core.architecture import (
@@ -92,6 +93,8 @@ def _layers(hf: HfConfig, alphas: dict[str, float]) -> tuple[NormedResidualSpec,
             "each layer: download the checkpoint again"
         )
     attention, experts = attention_of(hf, has_qk_norm=False), _experts(hf)
+    # the authors' key
+    attention = replace(attention, rotary_dim=hf.integer("rotary_dim", attention.rotary_dim))
     kinds = hf.layer_types(("linear_attention", "full_attention"))
     return tuple(
         NormedResidualSpec(
