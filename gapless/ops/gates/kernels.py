@@ -23,7 +23,9 @@ def _delta_gates_kernel(
     b_ptr, a_ptr, dt_bias_ptr, rate_ptr, beta_ptr, decay_ptr,
     num_tokens, b_stride, a_stride, beta_scale,
     HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(CHAINED)
     token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[:, None]
     head = tl.arange(0, BLOCK_HEADS)[None, :]
     mask = (token < num_tokens) & (head < HEADS)
