@@ -107,7 +107,12 @@ class Profile:
         for name, text in {
             "profile.json": to_json(report),
             "trace.json": chrome_trace(found.trace),
-            "profile.html": page(found.trace, heading(report), share_lines(report), tables(report)),
+            "profile.html": page(
+                found.trace,
+                f"gapless profile: {heading(report)}",
+                share_lines(report),
+                tables(report),
+            ),
         }.items():
             write_text(self.output_dir / name, text, "output_dir")
 

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch.nn.functional as F
 
+from gapless.bench.profile_page import page
+from gapless.cli import main
+from gapless.observe.trace import Kind, Trace
 from gapless.runner.decode import DecodeRunner
 from gapless.runner.stages import Stage
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import pytest
-
     from tests.cli.conftest import Run
 
 LOAD = ("--num-prompts", "2", "--input-len", "5", "--output-len", "20", "--steps", "6")
 SMALL = ("--max-running-requests", "2", "--max-model-len", "64", "--speculative-num-steps", "0")
-STAGES_OF_A_STEP = ("verify", "accept", "extend", "draft")
 
 
 def profile_json(run: Run, checkpoint: Path, *flags: str) -> dict[str, Any]:
@@ -112,3 +115,117 @@ def test_a_plan_shows_as_a_seam(
     # of the time that a share is of, the last step is no part
     whole = sum(i["ms"] for i in found["iterations"])
     assert found["summary"]["seam_share"] > 5 / 6 * spent / whole > 0
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one run wrote."""
+    folder = tmp_path_factory.mktemp("profile") / "made" / "<here>"
+    assert main(["profile", "--model", str(tiny_checkpoint), *LOAD, *SMALL,
+                 "--output-dir", str(folder)]) == 0  # fmt: skip
+    return folder
+
+
+def test_table_and_files_say_the_same(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    flags = ("--model", str(tiny_checkpoint), *LOAD, *SMALL, "--output-dir", str(tmp_path))
+    done = run("profile", *flags)
+    assert done.status == 0
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "profile.json", "trace.json", "profile.html"
+    }  # fmt: skip
+    found = json.loads((tmp_path / "profile.json").read_text())
+    assert {"command", "date", "versions", "config", "summary"} <= set(found)
+    assert re.search(r"^graph launches +1\.00 +0\.00", done.out, re.MULTILINE)
+    assert f"seam share: {found['summary']['seam_share']:.2%}" in done.out
+    assert "run-ahead: 0.83 steps" in done.out
+    page = (tmp_path / "profile.html").read_text()
+    assert f"seam share: {found['summary']['seam_share']:.2%}" in page
+    assert '<th scope="row">graph launches</th><td>1.00</td><td>0.00</td>' in page
+
+
+def test_trace_is_in_chromes_format(folder: Path) -> None:
+    trace = json.loads((folder / "trace.json").read_text())
+    events = trace["traceEvents"]
+    assert trace["displayTimeUnit"] == "ms"
+    for event in events:
+        assert {"ph", "name", "pid", "tid", "ts"} <= set(event)
+        assert event["ph"] in "XMisf"
+        assert event["ts"] >= 0
+        assert event["ph"] != "X" or event["dur"] >= 0
+    names = {e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert {"host", "engine loop"} <= names
+    # slices of one row lie beside or inside each other
+    for row in {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}:
+        ends: list[float] = []
+        slices = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == row]
+        for event in sorted(slices, key=lambda e: (e["ts"], -e["dur"])):
+            while ends and ends[-1] <= event["ts"] + 0.002:
+                ends.pop()
+            ends.append(event["ts"] + event["dur"])
+            assert ends == sorted(ends, reverse=True) or ends[-1] <= ends[-2] + 0.002
+    arrows = [[e["id"] for e in events if e["ph"] == ph] for ph in "sf"]
+    assert sorted(arrows[0]) == sorted(arrows[1])
+    # one for each graph and one for the prefill
+    assert len(set(arrows[0])) == len(arrows[0]) == 7
+    graphs = [e for e in events if e["ph"] == "X" and e["cat"] == "graph"]
+    assert [g["name"] for g in graphs] == ["verify+accept"] * 6
+
+
+def test_page_needs_nothing_else(folder: Path) -> None:
+    page = (folder / "profile.html").read_text()
+    assert not re.search(r"(?:src|href)=\"(?!data:,)|https?://|innerHTML|eval\(", page)
+    assert "default-src 'none'" in page
+    assert "<!--" not in page
+
+
+def test_text_becomes_no_markup() -> None:
+    trace = Trace()
+    with trace.span(Kind.ITERATION, "</script><b>"):
+        trace.note("<i>", "<u>")
+    text = page(trace, "<s>", ["<em>"], {"<q>": [["<p>"], ["<k>"]]})
+    assert not re.search(r"<(?:b|i|u|s|em|q|k)>|<p><", text)
+    assert text.count("</script>") == 2
+
+
+def test_page_by_keyboard(folder: Path) -> None:
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None or find_spec("playwright") is None:
+        pytest.skip("needs chromium on the path and the package playwright")
+    from playwright.sync_api import sync_playwright
+
+    complaints: list[str] = []
+    with sync_playwright() as tool:
+        browser = tool.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        for scheme in ("light", "dark"):
+            opened = browser.new_page(color_scheme=scheme)
+            opened.on("pageerror", lambda error: complaints.append(str(error)))
+            opened.on("console", lambda said: complaints.append(said.text))
+            opened.goto((folder / "profile.html").as_uri())
+            chosen = opened.locator("#chosen")
+            assert chosen.inner_text().startswith("iteration 1 of 6: iteration, at 0.0 µs, ")
+            opened.keyboard.press("Tab")
+            for _ in range(3):
+                opened.keyboard.press("Tab")
+            assert opened.evaluate("document.activeElement.id") == "timeline"
+            opened.keyboard.press("ArrowRight")
+            assert chosen.inner_text().startswith("iteration 2 of 6: ")
+            opened.keyboard.press("ArrowDown")
+            opened.keyboard.press("ArrowDown")
+            assert re.match(r"part \d+ of \d+: ", chosen.inner_text())
+            opened.keyboard.press("End")
+            assert "decode (part)" in chosen.inner_text() or "decode, at" in chosen.inner_text()
+            everything = opened.evaluate("view.to - view.from")
+            opened.keyboard.press("+")
+            assert opened.evaluate("view.to - view.from") == pytest.approx(everything / 2)
+            opened.keyboard.press("0")
+            assert opened.evaluate("view.to - view.from") == everything
+            background = opened.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert background == {"light": "rgb(246, 247, 249)", "dark": "rgb(17, 20, 24)"}[scheme]
+            colours = opened.evaluate(
+                "new Set(new Uint32Array(pen.getImageData(0, 0, canvas.width, canvas.height)"
+                ".data.buffer)).size"
+            )
+            # of bars, text and lines
+            assert colours > 10
+        browser.close()
+    assert complaints == []
