@@ -21,12 +21,13 @@ from gapless.runner.inputs import Download, Ticket, Upload
 from gapless.runner.syncs import BLOCKING_CALLS, KERNEL_LAUNCHES, call_site, watch_host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from gapless.observe.trace import Trace
 
-# a mark of known time in the profiler's own
+# marks of known time in the profiler's own
 _ANCHOR = "gapless: anchor"
+_NUM_ANCHORS = 20
 _WARNING = "called a synchronizing CUDA operation"
 _GRAPH_LAUNCH = "cudaGraphLaunch"
 # calls of the runtime that the device's work may come of
@@ -77,24 +78,42 @@ def record_cuda(trace: Trace) -> Iterator[None]:
     """Record blocking calls, launches and device work; complete once the block has ended."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile, _noted_syncs(trace):
-        for _ in range(2):
-            # the first pays for what the profiler sets up
-            anchor = time.perf_counter()
-            with torch.profiler.record_function(_ANCHOR):
-                pass
+        anchors = record_anchors()
         yield
         torch.cuda.synchronize()
-    take_events(trace, profile.events() or (), anchor)
+    take_events(trace, profile.events() or (), anchors)
 
 
-def take_events(trace: Trace, events: Iterable[Any], anchor: float) -> None:
+def record_anchors() -> list[tuple[float, float]]:
+    """Leave marks in the profile under way; return moments before and after each began."""
+    anchors = []
+    for _ in range(_NUM_ANCHORS):
+        before = time.perf_counter()
+        with torch.profiler.record_function(_ANCHOR):
+            anchors.append((before, time.perf_counter()))
+    return anchors
+
+
+def profiler_zero(events: Iterable[Any], anchors: Sequence[tuple[float, float]]) -> float:
+    """When the profiler's clock was zero, by the anchor known best: to less than a microsecond."""
+    starts: list[float] = sorted(
+        event.time_range.start for event in events if event.name == _ANCHOR
+    )
+    windows = zip(starts, anchors, strict=True)
+    start, (before, after) = min(windows, key=lambda window: window[1][1] - window[1][0])
+    return (before + after) / 2 - 1e-6 * start
+
+
+def take_events(
+    trace: Trace, events: Iterable[Any], anchors: Sequence[tuple[float, float]]
+) -> None:
     """Add a profile's events to the trace that was recorded beside it.
 
     Args: events: of `torch.autograd.profiler_util.FunctionEvent`, times in microseconds.
-        anchor: when the last event named for it began, in seconds of `time.perf_counter`.
+        anchors: as `record_anchors` returned them.
     """
     events = list(events)
-    zero = anchor - 1e-6 * max(e.time_range.start for e in events if e.name == _ANCHOR)
+    zero = profiler_zero(events, anchors)
     finder = _Finder(trace)
     # the device's work has the number of the call that asked for it
     callers: dict[int, int | None] = {}
@@ -102,8 +121,9 @@ def take_events(trace: Trace, events: Iterable[Any], anchor: float) -> None:
     for event in events:
         if event.device_type.name == "CUDA" or event.name not in _CALLS:
             continue
-        start = zero + 1e-6 * event.time_range.start
-        callers[event.id] = caller = finder.innermost(start)
+        start, end = (zero + 1e-6 * t for t in (event.time_range.start, event.time_range.end))
+        # the middle lies within the right span also where the clocks are a little apart
+        callers[event.id] = caller = finder.innermost((start + end) / 2)
         if event.name in BLOCKING_CALLS:
             blocking.append((start, event.name, caller))
         elif event.name == _GRAPH_LAUNCH or event.name in KERNEL_LAUNCHES:
