@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from datetime import date
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ import torch
 
 from benchmarks.gpu.models import MODELS, write_checkpoint
 from gapless import LLM, SamplingParams
+from gapless.bench import idle
 from gapless.bench.decode import time_requests
 from gapless.runner.syncs import count_calls
 
@@ -160,18 +161,10 @@ def idle_shares(kernels: list[tuple[str, float, float]]) -> dict[str, float]:
             steps.append([])
         elif steps and not name.startswith("Memcpy"):
             steps[-1].append((start, end))
-    steps = [step for step in steps if step]
-    if len(steps) < 2:
+    shares = idle.idle_shares([[step for step in steps if step]])
+    if shares is None:
         return {"seam_share": 0.0, "gap_share": 0.0}
-    between = within = 0.0
-    for step, following in pairwise(steps):
-        last = step[0][0]
-        for start, end in step:
-            within += max(0.0, start - last)
-            last = max(last, end)
-        between += max(0.0, following[0][0] - last)
-    whole = steps[-1][0][0] - steps[0][0][0]
-    return {"seam_share": between / whole, "gap_share": within / whole}
+    return {"seam_share": shares.seam, "gap_share": shares.gap}
 
 
 def kernel_class(name: str) -> str:

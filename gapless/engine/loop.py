@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from gapless.core.counters import LoopCounters
 from gapless.errors import InternalError
+from gapless.observe.trace import Kind, Trace, span
 from gapless.scheduler.scheduler import RUN_AHEAD
 
 if TYPE_CHECKING:
@@ -34,6 +35,11 @@ class EngineLoop:
         self._unread: deque[tuple[StepPlan, Handle]] = deque()
         self._failure: str | None = None
         self.counters = LoopCounters()
+        self._trace: Trace | None = None
+
+    def watch(self, trace: Trace | None) -> None:
+        """Record the phases of each step from now on; None ends it."""
+        self._trace = trace
 
     @property
     def has_work(self) -> bool:
@@ -55,16 +61,20 @@ class EngineLoop:
             raise
 
     def _step(self) -> list[Delta]:
-        started = time.perf_counter()
-        plan = self._scheduler.schedule()
+        started, trace = time.perf_counter(), self._trace
+        with span(trace, Kind.PHASE, "schedule"):
+            plan = self._scheduler.schedule()
         if plan is not None:
-            self._unread.append((plan, self._run(plan)))
+            with span(trace, Kind.PHASE, "launch"):
+                self._unread.append((plan, self._run(plan)))
             self.counters.num_steps += 1
         launched = time.perf_counter()
         self.counters.plan_seconds += launched - started
         if len(self._unread) <= (RUN_AHEAD if plan is not None else 0):
             return []
         read, handle = self._unread.popleft()
-        result = handle.wait()
+        with span(trace, Kind.PHASE, "wait"):
+            result = handle.wait()
         self.counters.wait_seconds += time.perf_counter() - launched
-        return self._scheduler.commit(read, result)
+        with span(trace, Kind.PHASE, "commit"):
+            return self._scheduler.commit(read, result)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gapless.observe.trace import Kind, Trace, span
 from gapless.runner.stages import Stage, cut_at_seams
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ class StepGraph:
 
     def __init__(self, stages: Sequence[Stage], capture: Capture | None) -> None:
         self._runs = cut_at_seams(stages)
+        self._names = ["+".join(stage.name for stage in run) for run in self._runs]
+        self._trace: Trace | None = None
         self._graphs: list[torch.cuda.CUDAGraph] | None = None
         self._output: Any = None
         if capture is not None:
@@ -34,18 +37,21 @@ class StepGraph:
         """Graph launches per step."""
         return len(self._runs)
 
+    def watch(self, trace: Trace | None) -> None:
+        """Record seams and launches from now on; None ends it."""
+        self._trace = trace
+
     def launch(self) -> Any:
         """Run the step and return what its last stage made, valid until the next launch."""
-        if self._graphs is None:
-            value: Any = None
-            for run in self._runs:
-                _plan(run)
-                value = _run(run, value)
-            return value
-        for run, graph in zip(self._runs, self._graphs, strict=True):
-            _plan(run)
-            graph.replay()
-        return self._output
+        trace, value = self._trace, self._output
+        for index, run in enumerate(self._runs):
+            _plan(run, trace)
+            with span(trace, Kind.GRAPH, self._names[index]):
+                if self._graphs is None:
+                    value = _run(run, value, trace)
+                else:
+                    self._graphs[index].replay()
+        return value
 
 
 class Capture:
@@ -77,14 +83,17 @@ class Capture:
         return graphs, value
 
 
-def _plan(stages: Sequence[Stage]) -> None:
-    if stages[0].plan is not None:
-        stages[0].plan()
+def _plan(stages: Sequence[Stage], trace: Trace | None = None) -> None:
+    first = stages[0]
+    if first.plan is not None:
+        with span(trace, Kind.SEAM, first.name):
+            first.plan()
 
 
-def _run(stages: Sequence[Stage], value: Any) -> Any:
+def _run(stages: Sequence[Stage], value: Any, trace: Trace | None = None) -> Any:
     for stage in stages:
-        value = stage.run(value)
+        with span(trace, Kind.STAGE, stage.name):
+            value = stage.run(value)
     return value
 
 
@@ -98,6 +107,13 @@ class GraphRunner:
     def __init__(self, device: torch.device) -> None:
         self._capture = Capture() if device.type == "cuda" else None
         self._graphs: dict[Hashable, StepGraph] = {}
+        self._trace: Trace | None = None
+
+    def watch(self, trace: Trace | None) -> None:
+        """Record what all graphs do from now on, those made later too; None ends it."""
+        self._trace = trace
+        for graph in self._graphs.values():
+            graph.watch(trace)
 
     def capture(self, key: Hashable, make_stages: Callable[[], Sequence[Stage]]) -> None:
         """Make the graph of `key`; `make_stages` must leave null inputs in the buffers."""
@@ -109,6 +125,7 @@ class GraphRunner:
         graph = self._graphs.get(key)
         if graph is None:
             graph = self._graphs[key] = StepGraph(make_stages(), None)
+            graph.watch(self._trace)
             logger.debug("step %s runs uncaptured", key)
         return graph
 

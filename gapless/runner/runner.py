@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from gapless.core.plan import PrefillSegment, StepPlan, StepResult
+from gapless.observe.trace import Kind, Trace, span
 from gapless.runner.compiles import CompileCounter
 from gapless.runner.decode import DecodeRunner
 from gapless.runner.host_tier import HostTier
@@ -106,22 +107,38 @@ class Runner:
         self._prefill = PrefillRunner(device, config, results[self._num_emitted :], masks)
         self._tier = HostTier(device, config) if config.num_host_pages else None
         self._results = Download(results)
+        self._trace: Trace | None = None
+
+    def watch(self, trace: Trace | None) -> None:
+        """Record the parts of each step from now on; None ends it."""
+        self._trace = trace
+        self._decode.watch(trace)
 
     def run(self, plan: StepPlan) -> StepHandle:
         """Launch a step, its parts in the order that `StepPlan` gives."""
+        trace, prefill, decode = self._trace, None, None
         with torch.inference_mode():
-            if plan.saves:
-                self._saver.save(plan.saves)
-            if self._tier is not None:
-                self._tier.run(plan)
-            if plan.page_copies:
-                self._saver.copy_pages(plan.page_copies)
-            prefill = self._prefill.run(plan.prefill) if plan.prefill else None
-            decode = self._decode.run(plan) if plan.decode else None
+            with span(trace, Kind.PART, "move"):
+                self._move(plan)
+            if plan.prefill:
+                with span(trace, Kind.PART, "prefill"):
+                    prefill = self._prefill.run(plan.prefill)
+            if plan.decode:
+                with span(trace, Kind.PART, "decode"):
+                    decode = self._decode.run(plan)
             tokens = self._results.fetch(self._num_emitted + len(plan.sampled))
         return StepHandle(
             plan, tokens, self._num_emitted, self._window, prefill, decode, self._tier
         )
+
+    def _move(self, plan: StepPlan) -> None:
+        """Save, load, store and copy what changes its owner."""
+        if plan.saves:
+            self._saver.save(plan.saves)
+        if self._tier is not None:
+            self._tier.run(plan)
+        if plan.page_copies:
+            self._saver.copy_pages(plan.page_copies)
 
     def capture(self) -> None:
         """Capture the decode steps, on CUDA."""
