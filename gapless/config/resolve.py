@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_DRAFTS = 3
 MOST_DRAFTS = 15
 DEFAULT_QUEUE = 8192
-PREFILL_BUCKETS = (64, 128, 256, 512, 1024, 2048)
+PREFILL_BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 @dataclass(frozen=True)
@@ -286,8 +286,8 @@ def batch_buckets(max_running: int) -> tuple[int, ...]:
 
 
 def prefill_buckets(device: str, chunked_prefill_size: int) -> tuple[int, ...]:
-    """Tokens to pad prefill chunks to: on a GPU powers of two, as far as launches take longer than
-    the work; on a CPU none, where padding is work and launches are nothing."""
+    """Tokens to pad prefill chunks to: on a GPU powers of two, as far as launches may take longer
+    than the work; on a CPU none, where padding is work and launches are nothing."""
     if device == "cpu":
         return ()
     longest = min(chunked_prefill_size, PREFILL_BUCKETS[-1])

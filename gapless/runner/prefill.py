@@ -98,15 +98,16 @@ class PrefillRunner:
         self._first_logprobs = LogprobBuffer(segments, device.device)
         lacks = _kernels_lack(device, config)
         self._has_rounds = not self._is_on_gpu or lacks is not None
-        self._rooms = _rooms(device, config, lacks)
+        # in use, smallest first; without any, every chunk is launched kernel by kernel
+        self.rooms = _rooms(device, config, lacks)
         self._graphs = GraphRunner(capture)
         # what is captured never moves; chunks that it has no room for run launch by launch
-        arrays = [packed_bytes(self._arrays(self._lay_out((), room), room)) for room in self._rooms]
+        arrays = [packed_bytes(self._arrays(self._lay_out((), room), room)) for room in self.rooms]
         self._room_upload = Upload(max([0, *arrays]) + 8 * elements, device.device)
 
     def run(self, segments: tuple[PrefillSegment, ...]) -> PrefillLogprobs:
         """Launch one chunk: KV, rings, checkpoints, and the first token of each last segment."""
-        for room in self._rooms:
+        for room in self.rooms:
             if self._suits(room, segments):
                 layout = self._lay_out(segments, room)
                 arrays = self._arrays(layout, room) | layout.admission
@@ -118,7 +119,7 @@ class PrefillRunner:
     def capture(self) -> None:
         """Capture a chunk of each room, on CUDA; largest first: later ones fit its memory."""
         if self._is_on_gpu:
-            rooms = self._rooms[::-1]
+            rooms = self.rooms[::-1]
             for room in tqdm(rooms, desc="capturing prefill", unit="graph", disable=None):
                 self._graphs.capture(room, lambda room=room: self._stages(room))  # type: ignore[misc]
 
