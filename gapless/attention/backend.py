@@ -14,8 +14,9 @@ from gapless.core.architecture import LatentSpec
 from gapless.errors import BackendUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
+    import numpy as np
     from torch import Tensor
 
     from gapless.core.architecture import PagedSpec
@@ -61,6 +62,8 @@ class AttentionBackend(Protocol):
 
     needs_cpu_seq_lens: bool
     """Whether planning a window reads lengths on the host, which cuts the step with a seam."""
+    captures_prefill: bool
+    """Whether a planned prefill chunk depends on its segments through its tiles alone."""
 
     def kv_lens(self, limit: int) -> tuple[int, ...]:
         """Bounds that are worth a graph of their own, ascending, `limit` the last."""
@@ -89,12 +92,29 @@ class AttentionBackend(Protocol):
         """
         ...
 
+    def prefill_tiles(
+        self,
+        segments: tuple[tuple[int, int, int, int], ...],
+        room: tuple[int, int] | None = None,
+    ) -> dict[int, np.ndarray]:
+        """Return what layers want to know of a prefill chunk on the device, by tokens per tile.
+
+        Args: room: most tokens and segments, which then decide the arrays' shapes.
+        """
+        ...
+
     def plan_prefill(
         self,
-        kv_read: Tensor,  # [S]: entries of each segment's positions 0 .. end, segments in a row
+        kv_read: Tensor,  # entries of the positions that the segments name
         segments: tuple[tuple[int, int, int, int], ...],
+        tiles: Mapping[int, Tensor] | None = None,
     ) -> PlannedAttention:
-        """Plan a prefill chunk; a segment is `(q_start, q_end, kv_start, kv_end)`."""
+        """Plan a prefill chunk; a segment is `(q_start, q_end, kv_start, kv_end)`.
+
+        Queries after the segments are padding, and get anything.
+
+        Args: tiles: the device's copies of `prefill_tiles`; without, a layer sends them up.
+        """
         ...
 
 
@@ -130,7 +150,8 @@ def make_backend(
 ) -> AttentionBackend:
     """Make the backend `name`, or with "auto" the fastest that serves this device and model.
 
-    Args: page_size, max_len: of the page table. layers: all that attend over pages.
+    Args: page_size, max_len: of the page table. layers: all that attend over pages, as one rank has
+    them.
 
     Raises:
         BackendUnavailable: `name` is asked for and cannot serve this device or model.
@@ -138,7 +159,7 @@ def make_backend(
     name = choose_backend(name, device=device, layers=layers, dtype=dtype)
     module, _, attribute = BACKENDS[name].partition(":")
     backend: AttentionBackend = vars(importlib.import_module(module))[attribute](
-        page_size=page_size, max_len=max_len, device=device
+        page_size=page_size, max_len=max_len, device=device, layers=layers, dtype=dtype
     )
     return backend
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,13 @@ from torch import Tensor
 from gapless.ops.draft_tree import MAX_NODES, TreeMask
 from gapless.ops.mla import prefill_latent_attention, window_latent_attention
 from gapless.ops.paged_attention import prefill_attention, window_attention
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    import numpy as np
+
+    from gapless.core.architecture import PagedSpec
 
 
 @dataclass(frozen=True)
@@ -56,8 +64,18 @@ class ReferenceAttention:
     """Gathers each row's pages and attends with a mask; needs nothing from the host."""
 
     needs_cpu_seq_lens = False
+    captures_prefill = False
 
-    def __init__(self, *, page_size: int, max_len: int, device: str) -> None:
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        max_len: int,
+        device: str,
+        layers: Collection[PagedSpec] = (),
+        dtype: str = "float32",
+    ) -> None:
+        del layers, dtype
         self._kv_positions = torch.arange(max_len, device=device)
         self._page_index = self._kv_positions // page_size
         self._offset = self._kv_positions % page_size
@@ -96,10 +114,23 @@ class ReferenceAttention:
         seen = entries.gather(1, is_seen.long().argmax(1, keepdim=True))
         return _Window(torch.where(is_seen, entries, seen), mask)
 
+    def prefill_tiles(
+        self,
+        segments: tuple[tuple[int, int, int, int], ...],
+        room: tuple[int, int] | None = None,
+    ) -> dict[int, np.ndarray]:
+        """See `AttentionBackend`: nothing."""
+        del segments, room
+        return {}
+
     def plan_prefill(
-        self, kv_read: Tensor, segments: tuple[tuple[int, int, int, int], ...]
+        self,
+        kv_read: Tensor,
+        segments: tuple[tuple[int, int, int, int], ...],
+        tiles: Mapping[int, Tensor] | None = None,
     ) -> _Prefill:
         """See `AttentionBackend`."""
+        del tiles
         return _Prefill(kv_read, segments)
 
 

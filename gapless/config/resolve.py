@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_DRAFTS = 3
 MOST_DRAFTS = 15
 DEFAULT_QUEUE = 8192
+PREFILL_BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ class Config:
     simulated_acceptance: float | None
     buckets: tuple[int, ...]
     """Batch sizes that decode steps are padded to, ascending; the last is max_running_requests."""
+    prefill_buckets: tuple[int, ...]
+    """Tokens that prefill chunks are padded to, ascending; longer ones are not."""
 
 
 def resolve(
@@ -105,6 +108,9 @@ def resolve(
     division = divide(footprint, wanted)
     _report(options, wanted, division)
     num_host_pages, num_host_rows = _host_tier(options, footprint, division)
+    chunked_prefill_size = _choose(
+        "chunked_prefill_size", options.chunked_prefill_size, 8192 if on_gpu else 512
+    )
     return Config(
         device=device.kind,
         tp=options.tp,
@@ -112,9 +118,7 @@ def resolve(
         ssm_dtype=footprint.ssm_dtype,
         max_model_len=division.max_model_len,
         max_running_requests=division.max_running,
-        chunked_prefill_size=_choose(
-            "chunked_prefill_size", options.chunked_prefill_size, 8192 if on_gpu else 512
-        ),
+        chunked_prefill_size=chunked_prefill_size,
         page_size=footprint.page_size,
         num_pages=division.num_pages,
         num_state_rows=division.num_state_rows,
@@ -133,6 +137,7 @@ def resolve(
         drafter=drafter,
         simulated_acceptance=options.speculative_simulate_acceptance,
         buckets=batch_buckets(division.max_running),
+        prefill_buckets=prefill_buckets(device.kind, chunked_prefill_size),
     )
 
 
@@ -278,6 +283,15 @@ def batch_buckets(max_running: int) -> tuple[int, ...]:
     """Batch sizes to pad decode steps to: 1, 2, 4, every 8 up to 64, then every 16."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max_running, 16)]
     return (*(size for size in sizes if size < max_running), max_running)
+
+
+def prefill_buckets(device: str, chunked_prefill_size: int) -> tuple[int, ...]:
+    """Tokens to pad prefill chunks to: on a GPU powers of two, as far as launches may take longer
+    than the work; on a CPU none, where padding is work and launches are nothing."""
+    if device == "cpu":
+        return ()
+    longest = min(chunked_prefill_size, PREFILL_BUCKETS[-1])
+    return (*(size for size in PREFILL_BUCKETS if size < longest), longest)
 
 
 def bucket_for(count: int, buckets: Sequence[int]) -> int:

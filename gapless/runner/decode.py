@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gapless.core.plan import DecodeRow, PageEntry, StepPlan
     from gapless.observe.trace import Trace
     from gapless.runner.device import Device
+    from gapless.runner.graphs import Capture
     from gapless.runner.masks import MaskUpload
     from gapless.speculative.drafter import Drafter
 
@@ -55,7 +56,14 @@ class DecodeKey:
 class DecodeRunner:
     """Runs decode steps over static buffers."""
 
-    def __init__(self, device: Device, config: Config, emitted: Tensor, masks: MaskUpload) -> None:
+    def __init__(
+        self,
+        device: Device,
+        config: Config,
+        emitted: Tensor,
+        masks: MaskUpload,
+        capture: Capture | None,
+    ) -> None:
         """Args: emitted: [max rows, 2 + W_max] int64: each row's emitted and proposed counts, and
         its tokens."""
         self._device = device
@@ -65,7 +73,7 @@ class DecodeRunner:
         self._is_on_gpu = device.device.type == "cuda"
         self._pages_per_row = -(-self._window // config.page_size) + 1
         self._constants = StepConstants(device.geometry, device.device)
-        self._graphs = GraphRunner(device.device)
+        self._graphs = GraphRunner(capture)
         self._emitted = emitted
         self._masks = masks
         rows = config.max_running_requests

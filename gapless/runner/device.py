@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from gapless.attention.backend import AttentionBackend, make_backend
+from gapless.core.footprint import mtp_mixer
+from gapless.core.parallel import architecture_of_rank
 from gapless.runner.pools import Pools, make_geometry, make_pools
 from gapless.runner.slot_table import SlotTable
 from gapless.speculative.mtp import MtpDrafter
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gapless.config.resolve import Config
+    from gapless.core.architecture import PagedSpec
     from gapless.layers.batch import LayerMemory
     from gapless.layers.placement import Communicator, Placement
     from gapless.models.decoder import Decoder
@@ -79,6 +82,13 @@ def num_positions(config: Config) -> int:
     return config.max_model_len + 3 * config.max_window
 
 
+def _attention_of_rank(model: Decoder, config: Config, place: Placement) -> list[PagedSpec]:
+    """Whatever attends over pages on one rank."""
+    own = architecture_of_rank(model.architecture, place.world_size)
+    drafting = [mtp_mixer(own)] if config.drafter == "mtp" else []
+    return [*own.attention_layers, *drafting]
+
+
 def make_device(model: Decoder, mtp: MtpHead | None, config: Config, place: Placement) -> Device:
     """Allocate pools and slot table for a loaded model, and its drafter."""
     geometry = make_geometry(model.architecture, config)
@@ -94,7 +104,7 @@ def make_device(model: Decoder, mtp: MtpHead | None, config: Config, place: Plac
         page_size=config.page_size,
         max_len=num_page_columns * config.page_size,
         device=config.device,
-        layers=model.architecture.attention_layers,
+        layers=_attention_of_rank(model, config, place),
         dtype=config.dtype,
     )
     drafter: Drafter | None = None

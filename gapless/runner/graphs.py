@@ -57,6 +57,11 @@ class StepGraph:
 class Capture:
     """Captures steps on one stream and into one memory pool: only one graph runs at a time."""
 
+    @classmethod
+    def on(cls, device: torch.device) -> Capture | None:
+        """What captures on a device, None if nothing can be captured there."""
+        return cls() if device.type == "cuda" else None
+
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
@@ -104,8 +109,9 @@ class GraphRunner:
     launch by launch: nothing is captured once the engine is ready.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._capture = Capture() if device.type == "cuda" else None
+    def __init__(self, capture: Capture | None) -> None:
+        """Args: capture: shared by all that never run at once; None on a CPU."""
+        self._capture = capture
         self._graphs: dict[Hashable, StepGraph] = {}
         self._trace: Trace | None = None
 
@@ -128,6 +134,10 @@ class GraphRunner:
             graph.watch(self._trace)
             logger.debug("step %s runs uncaptured", key)
         return graph
+
+    def find(self, key: Hashable) -> StepGraph | None:
+        """Return the graph of `key` if it was captured."""
+        return self._graphs.get(key)
 
     def clear(self) -> None:
         """Destroy all graphs; one that is asked for later runs uncaptured."""

@@ -12,6 +12,7 @@ from gapless.core.plan import PrefillSegment, StepPlan, StepResult
 from gapless.observe.trace import Kind, Trace, span
 from gapless.runner.compiles import CompileCounter
 from gapless.runner.decode import DecodeRunner
+from gapless.runner.graphs import Capture
 from gapless.runner.host_tier import HostTier
 from gapless.runner.inputs import Download, Ticket
 from gapless.runner.masks import MaskUpload
@@ -102,9 +103,11 @@ class Runner:
         results = torch.zeros(self._num_emitted + segments, dtype=torch.int64, device=device.device)
         emitted = results[: self._num_emitted].view(rows, 2 + self._window)
         masks = MaskUpload(device, rows, self._window)
-        self._decode = DecodeRunner(device, config, emitted, masks)
+        capture = Capture.on(device.device)
+        self._decode = DecodeRunner(device, config, emitted, masks, capture)
         self._saver = Saver(device)
-        self._prefill = PrefillRunner(device, config, results[self._num_emitted :], masks)
+        first_tokens = results[self._num_emitted :]
+        self._prefill = PrefillRunner(device, config, first_tokens, masks, capture)
         self._tier = HostTier(device, config) if config.num_host_pages else None
         self._results = Download(results)
         self._trace: Trace | None = None
@@ -141,10 +144,12 @@ class Runner:
             self._saver.copy_pages(plan.page_copies)
 
     def capture(self) -> None:
-        """Capture the decode steps, on CUDA."""
+        """Capture prefill chunks and decode steps, on CUDA."""
         with torch.inference_mode():
+            self._prefill.capture()
             self._decode.capture()
 
     def forget_graphs(self) -> None:
-        """Destroy the captured steps; those that run again are captured again."""
+        """Destroy what was captured; what runs again runs launch by launch."""
+        self._prefill.forget_graphs()
         self._decode.forget_graphs()
