@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gapless.bench.idle import IdleShares, idle_shares
 from gapless.bench.iterations import PHASES, Counts, Iteration, Seam, merged, read_iterations
 from gapless.core.sampling_params import SamplingParams
-from gapless.observe.trace import Command, Kind, Trace, span
+from gapless.observe.trace import Command, Kind, Trace
 from gapless.runner.recorder import record_cuda, record_host_calls, record_traffic, take_host
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def _record(
             for _ in range(load.steps):
                 if not engine.has_work:
                     break
-                with span(trace, Kind.ITERATION, "iteration"):
+                with trace.span(Kind.ITERATION, "iteration"):
                     engine.step()
     finally:
         engine.watch(None)

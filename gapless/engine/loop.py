@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from gapless.core.counters import LoopCounters
 from gapless.errors import InternalError
-from gapless.observe.trace import Kind, Trace, span
+from gapless.observe.trace import Kind, Trace
 from gapless.scheduler.scheduler import RUN_AHEAD
 
 if TYPE_CHECKING:
@@ -61,20 +61,33 @@ class EngineLoop:
             raise
 
     def _step(self) -> list[Delta]:
-        started, trace = time.perf_counter(), self._trace
-        with span(trace, Kind.PHASE, "schedule"):
-            plan = self._scheduler.schedule()
+        started = time.perf_counter()
+        self._begin("schedule")
+        plan = self._scheduler.schedule()
+        self._end()
         if plan is not None:
-            with span(trace, Kind.PHASE, "launch"):
-                self._unread.append((plan, self._run(plan)))
+            self._begin("launch")
+            self._unread.append((plan, self._run(plan)))
+            self._end()
             self.counters.num_steps += 1
         launched = time.perf_counter()
         self.counters.plan_seconds += launched - started
         if len(self._unread) <= (RUN_AHEAD if plan is not None else 0):
             return []
         read, handle = self._unread.popleft()
-        with span(trace, Kind.PHASE, "wait"):
-            result = handle.wait()
+        self._begin("wait")
+        result = handle.wait()
+        self._end()
         self.counters.wait_seconds += time.perf_counter() - launched
-        with span(trace, Kind.PHASE, "commit"):
-            return self._scheduler.commit(read, result)
+        self._begin("commit")
+        deltas = self._scheduler.commit(read, result)
+        self._end()
+        return deltas
+
+    def _begin(self, phase: str) -> None:
+        if self._trace is not None:
+            self._trace.begin(Kind.PHASE, phase)
+
+    def _end(self) -> None:
+        if self._trace is not None:
+            self._trace.end()

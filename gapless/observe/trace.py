@@ -1,14 +1,13 @@
-"""What one thread did and when, as nested spans; off, a span costs one test and no memory.
+"""What one thread did and when, as nested spans, and what it asked of a device.
 
-A trace is put into an engine by `Engine.watch`. The code that it watches asks `span` and knows no
-more; whoever records device work adds it to `Trace.work`.
+A trace is put into an engine by `Engine.watch`. The code that it watches begins and ends spans,
+which costs one test where there is no trace; `runner/recorder.py` adds what the device did.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
     from types import TracebackType
-
-_NOTHING = nullcontext()
 
 
 class Kind(StrEnum):
@@ -157,8 +154,3 @@ class _Recording:
         traceback: TracebackType | None,
     ) -> None:
         self._trace.end()
-
-
-def span(trace: Trace | None, kind: Kind, name: str) -> AbstractContextManager[None]:
-    """Record a span around a block, where there is a trace."""
-    return _NOTHING if trace is None else trace.span(kind, name)

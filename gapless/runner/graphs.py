@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gapless.observe.trace import Kind, Trace, span
+from gapless.observe.trace import Kind, Trace
 from gapless.runner.stages import Stage, cut_at_seams
 
 if TYPE_CHECKING:
@@ -46,11 +46,14 @@ class StepGraph:
         trace, value = self._trace, self._output
         for index, run in enumerate(self._runs):
             _plan(run, trace)
-            with span(trace, Kind.GRAPH, self._names[index]):
-                if self._graphs is None:
-                    value = _run(run, value, trace)
-                else:
-                    self._graphs[index].replay()
+            if trace is not None:
+                trace.begin(Kind.GRAPH, self._names[index])
+            if self._graphs is None:
+                value = _run(run, value, trace)
+            else:
+                self._graphs[index].replay()
+            if trace is not None:
+                trace.end()
         return value
 
 
@@ -90,15 +93,22 @@ class Capture:
 
 def _plan(stages: Sequence[Stage], trace: Trace | None = None) -> None:
     first = stages[0]
-    if first.plan is not None:
-        with span(trace, Kind.SEAM, first.name):
-            first.plan()
+    if first.plan is None:
+        return
+    if trace is not None:
+        trace.begin(Kind.SEAM, first.name)
+    first.plan()
+    if trace is not None:
+        trace.end()
 
 
 def _run(stages: Sequence[Stage], value: Any, trace: Trace | None = None) -> Any:
     for stage in stages:
-        with span(trace, Kind.STAGE, stage.name):
-            value = stage.run(value)
+        if trace is not None:
+            trace.begin(Kind.STAGE, stage.name)
+        value = stage.run(value)
+        if trace is not None:
+            trace.end()
     return value
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gapless.core.plan import PrefillSegment, StepPlan, StepResult
-from gapless.observe.trace import Kind, Trace, span
+from gapless.observe.trace import Kind, Trace
 from gapless.runner.compiles import CompileCounter
 from gapless.runner.decode import DecodeRunner
 from gapless.runner.graphs import Capture
@@ -119,20 +119,31 @@ class Runner:
 
     def run(self, plan: StepPlan) -> StepHandle:
         """Launch a step, its parts in the order that `StepPlan` gives."""
-        trace, prefill, decode = self._trace, None, None
+        prefill = decode = None
         with torch.inference_mode():
-            with span(trace, Kind.PART, "move"):
-                self._move(plan)
+            self._begin("move")
+            self._move(plan)
+            self._end()
             if plan.prefill:
-                with span(trace, Kind.PART, "prefill"):
-                    prefill = self._prefill.run(plan.prefill)
+                self._begin("prefill")
+                prefill = self._prefill.run(plan.prefill)
+                self._end()
             if plan.decode:
-                with span(trace, Kind.PART, "decode"):
-                    decode = self._decode.run(plan)
+                self._begin("decode")
+                decode = self._decode.run(plan)
+                self._end()
             tokens = self._results.fetch(self._num_emitted + len(plan.sampled))
         return StepHandle(
             plan, tokens, self._num_emitted, self._window, prefill, decode, self._tier
         )
+
+    def _begin(self, part: str) -> None:
+        if self._trace is not None:
+            self._trace.begin(Kind.PART, part)
+
+    def _end(self) -> None:
+        if self._trace is not None:
+            self._trace.end()
 
     def _move(self, plan: StepPlan) -> None:
         """Save, load, store and copy what changes its owner."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from gapless.observe.trace import Command, Kind, Trace, span
+from gapless.observe.trace import Command, Kind, Trace
 from gapless.runner import recorder
 from gapless.runner.recorder import take_events
 
@@ -119,7 +119,7 @@ def test_warnings_of_torch_are_noted_with_their_line(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     trace = Trace()
-    with recorder._noted_syncs(trace), span(trace, Kind.PHASE, "launch"):
+    with recorder._noted_syncs(trace), trace.span(Kind.PHASE, "launch"):
         for _ in range(2):
             warnings.warn(f"{recorder._WARNING} (at a line in C++)", stacklevel=1)
         with pytest.raises(DeprecationWarning):
