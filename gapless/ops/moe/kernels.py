@@ -102,9 +102,9 @@ def _gathered_up_kernel(
     CHAINED: tl.constexpr,
 ):
     """Some hidden features of one pair."""
+    await_inputs(CHAINED)
     i_pair = tl.program_id(1).to(tl.int64)
     i_token = i_pair // K
-    await_inputs(CHAINED)
     # one is known when compiling, the other is not
     if HAS_LIVE:  # noqa: SIM102
         if tl.load(live + i_token) == 0:
@@ -157,11 +157,11 @@ def _gathered_down_kernel(
     CHAINED: tl.constexpr,
 ):
     """Some output features of one token, all of its experts added up."""
+    await_inputs(CHAINED)
     i_token = tl.program_id(1).to(tl.int64)
     o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     o_k = tl.arange(0, BLOCK_K)
     p_out = out + i_token * D + o_d
-    await_inputs(CHAINED)
     # one is known when compiling, the other is not
     if HAS_LIVE:  # noqa: SIM102
         if tl.load(live + i_token) == 0:
