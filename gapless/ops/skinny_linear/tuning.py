@@ -118,7 +118,7 @@ def guess(rows: int, size: int, inner: int) -> Tile | None:
     """Choose for a shape that has not been measured, like the measured ones of its size."""
     if size * inner < 1 << 22:
         if rows == 1:
-            return Vector(4, min(2048, inner), 4)
+            return Vector(4, min(2048, 1 << (inner - 1).bit_length()), 4)
         return Matrix(16, 128, 4, 5) if rows <= 16 else None
     if size < 8192:
         return Matrix(16, 128, 4, 5) if rows <= 16 else None
