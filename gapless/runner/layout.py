@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gapless.ops.linear_chunk import PieceRoom, piece_arrays, plan_chunks
+from gapless.ops.linear_chunk import ScanRoom, plan_chunks, scan_arrays
 from gapless.runner.slot_table import admission_arrays
 
 if TYPE_CHECKING:
@@ -186,13 +186,13 @@ def _scan(
     init_rows = [_init_row(s, geometry) for s in segments]
     final_rows = [s.state_row for s in segments]
     cut_rows = [[n.row for n in s.snapshots] for s in segments]
-    pieces = None
+    scan_room = None
     if room is not None:
-        pieces = PieceRoom(room.tokens, room.segments, room.segments + room.snapshots)
-    found = piece_arrays(
+        scan_room = ScanRoom(room.tokens, room.segments, room.snapshots)
+    found = scan_arrays(
         lengths, CHUNK_LEN, init_rows=init_rows, final_rows=final_rows, cuts=cuts,
         cut_rows=cut_rows,
-        room=pieces,
+        room=scan_room,
     )  # fmt: skip
     if not has_rounds:
         written = {*final_rows, *(row for own in cut_rows for row in own)}

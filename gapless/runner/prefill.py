@@ -17,7 +17,7 @@ from tqdm import tqdm
 from gapless.core.architecture import ShortConvSpec
 from gapless.core.sampling_params import MAX_LOGIT_BIAS
 from gapless.layers.batch import AttentionBatch, PrefillBatch
-from gapless.ops.linear_chunk import ChunkIndices, RoundIndices, kernels_lack, piece_indices
+from gapless.ops.linear_chunk import ChunkIndices, RoundIndices, kernels_lack, scan_indices
 from gapless.ops.sampling import SamplingMode, packed_logprobs
 from gapless.runner.accept import Verified, accept, draft, sampling_mode
 from gapless.runner.graphs import GraphRunner
@@ -319,7 +319,7 @@ class PrefillRunner:
                 inputs["kv_entries"], layout.segments, _tiles(inputs, "tiles_")
             ),
             live=inputs.get("live"),
-            chunks=ChunkIndices(CHUNK_LEN, piece_indices(inputs), rounds),
+            chunks=ChunkIndices(CHUNK_LEN, scan_indices(inputs), rounds),
             conv_prefix=inputs["conv_prefix"],
             conv_taps=inputs["conv_taps"],
             conv_keep=inputs["conv_keep"],
