@@ -101,13 +101,16 @@ def _padded(arrays: dict[str, np.ndarray], chunk: int, room: ScanRoom) -> dict[s
     }
     padded = {name: _filled(arrays[name], *size) for name, size in sizes.items()}
     chunks = arrays["scan_chunks"]
+    filler = np.array([[num_bounds - 2, 0]], np.int64)
     spare = room.tokens // chunk + room.segments - len(chunks)
-    return padded | {"scan_chunks": np.concatenate([chunks, [[num_bounds - 2, 0]] * spare])}
+    return padded | {"scan_chunks": np.concatenate([chunks, np.tile(filler, (spare, 1))])}
 
 
 def _filled(array: np.ndarray, size: int, fill: int) -> np.ndarray:
     assert len(array) <= size, f"{len(array)} in room for {size}"
-    return np.pad(array, (0, size - len(array)), constant_values=fill)
+    found = np.full(size, fill, np.int64)
+    found[: len(array)] = array
+    return found
 
 
 def scan_indices(arrays: Mapping[str, Tensor]) -> ScanIndices:
