@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gapless.core.architecture import PagedSpec
+    from gapless.ops.draft_tree import TreeMask
 
 
 # up to here a step with fewer splits per row is worth a graph
@@ -37,6 +38,7 @@ class _Window:
     page_size: int
     kv_len: int
     first: int
+    tree: TreeMask | None
 
     def run(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
         return paged_window_attention(
@@ -49,6 +51,7 @@ class _Window:
             page_size=self.page_size,
             kv_len=self.kv_len,
             first=self.first,
+            tree=self.tree,
         )
 
     def run_latent(self, q: Tensor, pool: Tensor, scale: float, *, value_dim: int) -> Tensor:
@@ -63,6 +66,7 @@ class _Window:
             page_size=self.page_size,
             kv_len=self.kv_len,
             first=self.first,
+            tree=self.tree,
         )
 
 
@@ -130,9 +134,10 @@ class TritonAttention:
         *,
         kv_len: int,
         first: int = 0,
+        tree: TreeMask | None = None,
     ) -> _Window:
         """See `AttentionBackend`."""
-        return _Window(slots, positions, page_table, self._page_size, kv_len, first)
+        return _Window(slots, positions, page_table, self._page_size, kv_len, first, tree)
 
     def prefill_tiles(
         self,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from gapless.core.counters import CacheCounters, LoopCounters
     from gapless.core.grammar import GrammarState
     from gapless.core.plan import Delta, LogprobRow
+    from gapless.observe.trace import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class Engine:
         self._seeds = random.Random(options.seed)
         self.scheduler = Scheduler(_limits(self.config))
         self._loop = EngineLoop(self.scheduler, loaded.run)
-        self._close = loaded.close
+        self._loaded = loaded
         # by the scheduler's id, and the ids of all continuations by that of their request
         self._live: dict[str, _Live] = {}
         self._open: dict[str, list[str]] = {}
@@ -98,6 +99,11 @@ class Engine:
         """What stepping cost the host since the start."""
         return self._loop.counters
 
+    def watch(self, trace: Trace | None) -> None:
+        """Record each iteration from now on, on this rank; None ends it."""
+        self._loop.watch(trace)
+        self._loaded.runner.watch(trace)
+
     def flush_cache(self) -> int:
         """Forget all prefixes that no request is using; return how many tokens they had."""
         return self.scheduler.flush_cache()
@@ -106,7 +112,20 @@ class Engine:
         """End the worker processes, if there are any; nothing can run afterwards."""
         logger.debug("prefix cache: %s", self.cache_counters)
         logger.debug("host: %s", self.loop_counters)
-        self._close()
+        self._loaded.close()
+
+    @property
+    def sentinels(self) -> Sequence[int]:
+        """File descriptors that can be read once the engine cannot go on; see `check_ranks`."""
+        return self._loaded.sentinels
+
+    def check_ranks(self) -> None:
+        """Raise if the engine cannot go on, also while it has nothing to do.
+
+        Raises:
+            InternalError: a process that holds a part of the model has ended.
+        """
+        self._loaded.check()
 
     @property
     def stats(self) -> EngineStats:

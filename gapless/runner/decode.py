@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gapless.core.plan import DecodeRow, PageEntry, StepPlan
+    from gapless.observe.trace import Trace
     from gapless.runner.device import Device
     from gapless.runner.graphs import Capture
     from gapless.runner.masks import MaskUpload
@@ -109,6 +110,10 @@ class DecodeRunner:
         ]
         for key in tqdm(keys, desc="capturing decode steps", unit="graph", disable=None):
             self._graphs.capture(key, lambda key=key: self._stages(key))  # type: ignore[misc]
+
+    def watch(self, trace: Trace | None) -> None:
+        """Record seams and graph launches from now on; None ends it."""
+        self._graphs.watch(trace)
 
     def forget_graphs(self) -> None:
         """Destroy the captured steps."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gapless.observe.trace import Kind, Trace
 from gapless.runner.stages import Stage, cut_at_seams
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ class StepGraph:
 
     def __init__(self, stages: Sequence[Stage], capture: Capture | None) -> None:
         self._runs = cut_at_seams(stages)
+        self._names = ["+".join(stage.name for stage in run) for run in self._runs]
+        self._trace: Trace | None = None
         self._graphs: list[torch.cuda.CUDAGraph] | None = None
         self._output: Any = None
         if capture is not None:
@@ -34,18 +37,24 @@ class StepGraph:
         """Graph launches per step."""
         return len(self._runs)
 
+    def watch(self, trace: Trace | None) -> None:
+        """Record seams and launches from now on; None ends it."""
+        self._trace = trace
+
     def launch(self) -> Any:
         """Run the step and return what its last stage made, valid until the next launch."""
-        if self._graphs is None:
-            value: Any = None
-            for run in self._runs:
-                _plan(run)
-                value = _run(run, value)
-            return value
-        for run, graph in zip(self._runs, self._graphs, strict=True):
-            _plan(run)
-            graph.replay()
-        return self._output
+        trace, value = self._trace, self._output
+        for index, run in enumerate(self._runs):
+            _plan(run, trace)
+            if trace is not None:
+                trace.begin(Kind.GRAPH, self._names[index])
+            if self._graphs is None:
+                value = _run(run, value, trace)
+            else:
+                self._graphs[index].replay()
+            if trace is not None:
+                trace.end()
+        return value
 
 
 class Capture:
@@ -82,14 +91,24 @@ class Capture:
         return graphs, value
 
 
-def _plan(stages: Sequence[Stage]) -> None:
-    if stages[0].plan is not None:
-        stages[0].plan()
+def _plan(stages: Sequence[Stage], trace: Trace | None = None) -> None:
+    first = stages[0]
+    if first.plan is None:
+        return
+    if trace is not None:
+        trace.begin(Kind.SEAM, first.name)
+    first.plan()
+    if trace is not None:
+        trace.end()
 
 
-def _run(stages: Sequence[Stage], value: Any) -> Any:
+def _run(stages: Sequence[Stage], value: Any, trace: Trace | None = None) -> Any:
     for stage in stages:
+        if trace is not None:
+            trace.begin(Kind.STAGE, stage.name)
         value = stage.run(value)
+        if trace is not None:
+            trace.end()
     return value
 
 
@@ -104,6 +123,13 @@ class GraphRunner:
         """Args: capture: shared by all that never run at once; None on a CPU."""
         self._capture = capture
         self._graphs: dict[Hashable, StepGraph] = {}
+        self._trace: Trace | None = None
+
+    def watch(self, trace: Trace | None) -> None:
+        """Record what all graphs do from now on, those made later too; None ends it."""
+        self._trace = trace
+        for graph in self._graphs.values():
+            graph.watch(trace)
 
     def capture(self, key: Hashable, make_stages: Callable[[], Sequence[Stage]]) -> None:
         """Make the graph of `key`; `make_stages` must leave null inputs in the buffers."""
@@ -115,6 +141,7 @@ class GraphRunner:
         graph = self._graphs.get(key)
         if graph is None:
             graph = self._graphs[key] = StepGraph(make_stages(), None)
+            graph.watch(self._trace)
             logger.debug("step %s runs uncaptured", key)
         return graph
 

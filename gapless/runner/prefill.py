@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from gapless.config.resolve import Config
     from gapless.core.plan import PrefillSegment
+    from gapless.observe.trace import Trace
     from gapless.ops.sampling import MaskRows
     from gapless.runner.accept import Accepted
     from gapless.runner.device import Device
@@ -122,6 +123,10 @@ class PrefillRunner:
             rooms = self.rooms[::-1]
             for room in tqdm(rooms, desc="capturing prefill", unit="graph", disable=None):
                 self._graphs.capture(room, lambda room=room: self._stages(room))  # type: ignore[misc]
+
+    def watch(self, trace: Trace | None) -> None:
+        """Record graph launches from now on; None ends it."""
+        self._graphs.watch(trace)
 
     def forget_graphs(self) -> None:
         """Destroy the captured chunks; all chunks then run launch by launch."""

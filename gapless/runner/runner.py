@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from gapless.core.plan import PrefillSegment, StepPlan, StepResult
+from gapless.observe.trace import Kind, Trace
 from gapless.runner.compiles import CompileCounter
 from gapless.runner.decode import DecodeRunner
 from gapless.runner.graphs import Capture
@@ -109,22 +110,50 @@ class Runner:
         self._prefill = PrefillRunner(device, config, first_tokens, masks, capture)
         self._tier = HostTier(device, config) if config.num_host_pages else None
         self._results = Download(results)
+        self._trace: Trace | None = None
+
+    def watch(self, trace: Trace | None) -> None:
+        """Record the parts of each step from now on; None ends it."""
+        self._trace = trace
+        self._prefill.watch(trace)
+        self._decode.watch(trace)
 
     def run(self, plan: StepPlan) -> StepHandle:
         """Launch a step, its parts in the order that `StepPlan` gives."""
+        prefill = decode = None
         with torch.inference_mode():
-            if plan.saves:
-                self._saver.save(plan.saves)
-            if self._tier is not None:
-                self._tier.run(plan)
-            if plan.page_copies:
-                self._saver.copy_pages(plan.page_copies)
-            prefill = self._prefill.run(plan.prefill) if plan.prefill else None
-            decode = self._decode.run(plan) if plan.decode else None
+            self._begin("move")
+            self._move(plan)
+            self._end()
+            if plan.prefill:
+                self._begin("prefill")
+                prefill = self._prefill.run(plan.prefill)
+                self._end()
+            if plan.decode:
+                self._begin("decode")
+                decode = self._decode.run(plan)
+                self._end()
             tokens = self._results.fetch(self._num_emitted + len(plan.sampled))
         return StepHandle(
             plan, tokens, self._num_emitted, self._window, prefill, decode, self._tier
         )
+
+    def _begin(self, part: str) -> None:
+        if self._trace is not None:
+            self._trace.begin(Kind.PART, part)
+
+    def _end(self) -> None:
+        if self._trace is not None:
+            self._trace.end()
+
+    def _move(self, plan: StepPlan) -> None:
+        """Save, load, store and copy what changes its owner."""
+        if plan.saves:
+            self._saver.save(plan.saves)
+        if self._tier is not None:
+            self._tier.run(plan)
+        if plan.page_copies:
+            self._saver.copy_pages(plan.page_copies)
 
     def capture(self) -> None:
         """Capture prefill chunks and decode steps, on CUDA."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
+from gapless.ops.chaining import chained
 from gapless.ops.gates.kernels import _delta_gates_kernel, _sigmoid_gate_kernel
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ def delta_gates(
     a: Tensor,  # [T, HV], heads contiguous
     dt_bias: Tensor,  # [HV] float32
     neg_decay_rate: Tensor,  # [HV] float32
+    *,
+    beta_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # [T, HV] float32 each
     """Return beta and the log decay; see the reference."""
     assert b.stride(1) == a.stride(1) == 1, "heads are contiguous"
@@ -31,8 +34,8 @@ def delta_gates(
     block_tokens = max(1, TILE_LEN // block_heads)
     _delta_gates_kernel[(triton.cdiv(num_tokens, block_tokens),)](
         b, a, dt_bias, neg_decay_rate, beta, log_decay,
-        num_tokens, b.stride(0), a.stride(0),
-        HEADS=heads, BLOCK_TOKENS=block_tokens, BLOCK_HEADS=block_heads,
+        num_tokens, b.stride(0), a.stride(0), beta_scale,
+        HEADS=heads, BLOCK_TOKENS=block_tokens, BLOCK_HEADS=block_heads, **chained(b),
     )  # fmt: skip
     return beta, log_decay
 
@@ -46,6 +49,6 @@ def sigmoid_gate(
     num_tokens, size = x.shape
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     _sigmoid_gate_kernel[(num_tokens, triton.cdiv(size, TILE_LEN))](
-        x, gate, out, size, x.stride(0), gate.stride(0), BLOCK=TILE_LEN
+        x, gate, out, size, x.stride(0), gate.stride(0), BLOCK=TILE_LEN, **chained(x)
     )
     return out

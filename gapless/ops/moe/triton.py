@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
+from gapless.ops.chaining import chained
 from gapless.ops.moe.kernels import (
     _combine_kernel,
     _gathered_down_kernel,
@@ -108,6 +109,7 @@ def route(logits: Tensor, num_active: int, *, renormalises: bool) -> tuple[Tenso
             BLOCK_K=triton.next_power_of_2(num_active),
             HAS_RENORM=renormalises,
             num_warps=1 if num_experts <= 512 else 4,
+            **chained(logits),
         )
     return weights, experts
 
@@ -116,13 +118,13 @@ def mix_experts(
     x: Tensor,  # [T, D], rows may be strided
     weights: Tensor,  # [T, k] float32
     experts: Tensor,  # [T, k] int64
-    gate_up: Tensor,  # [E, 2 I, D]
+    gate_up: Tensor,  # [E, 2 I, D], or [E, I, D] of experts without gates
     down: Tensor,  # [E, D, I]
     *,
     live: Tensor | None = None,  # [T] bool
     extra: tuple[Tensor, Tensor] | None = None,  # [T, D], [T, 1]
 ) -> Tensor:  # [T, D] in x's dtype
-    """See `mix_experts` of the package."""
+    """See `mix_experts` of the package; without gates, that of `squared_relu_moe`."""
     mix = mix_gathered if experts.numel() <= GATHERED_PAIRS else mix_grouped
     return mix(x, weights, experts, gate_up, down, live=live, extra=extra)
 
@@ -163,8 +165,10 @@ def mix_gathered(
         BLOCK_I=block_up,
         BLOCK_D=min(tiling.block_k, triton.next_power_of_2(size)),
         STAGES=tiling.up_stages,
+        NUM_PARTS=num_parts(gate_up, down),
         HAS_LIVE=has_live,
         num_warps=tiling.up_warps,
+        **chained(x),
     )
     block_active = triton.next_power_of_2(num_active)
     _gathered_down_kernel[triton.cdiv(size, tiling.block_down), num_tokens](
@@ -186,6 +190,7 @@ def mix_gathered(
         HAS_LIVE=has_live,
         HAS_EXTRA=extra is not None,
         num_warps=tiling.down_warps,
+        **chained(x),
     )
     return out
 
@@ -225,6 +230,7 @@ def mix_grouped(
         BLOCK=SORT_BLOCKS[num_pairs > SORT_BLOCKS[0]],
         HAS_LIVE=has_live,
         num_warps=4,
+        **chained(x),
     )
     # every expert may leave one tile partly filled
     num_tiles = num_pairs // tiling.block_m + min(num_experts, num_pairs)
@@ -238,6 +244,7 @@ def mix_grouped(
         "PRECISION": "ieee" if x.dtype is torch.float32 else "tf32",
         "num_warps": tiling.num_warps,
         "num_stages": tiling.num_stages,
+        **chained(x),
     }
     _grouped_up_kernel[triton.cdiv(inner, tiling.block_up), num_tiles](
         x,
@@ -248,6 +255,7 @@ def mix_grouped(
         x.stride(0),
         K=num_active,
         BLOCK_N=tiling.block_up,
+        NUM_PARTS=num_parts(gate_up, down),
         **sizes,
     )
     _grouped_down_kernel[triton.cdiv(size, tiling.block_down), num_tiles](
@@ -269,8 +277,17 @@ def mix_grouped(
         HAS_LIVE=has_live,
         HAS_EXTRA=extra is not None,
         num_warps=4,
+        **chained(x),
     )
     return out
+
+
+def num_parts(up: Tensor, down: Tensor) -> int:
+    """Return 2 for a gate and an up of each hidden feature, 1 for an up alone."""
+    parts, rest = divmod(up.shape[1], down.shape[2])
+    assert not rest, "rows are whole parts"
+    assert parts in (1, 2), "hidden features have a gate or have none"
+    return parts
 
 
 def _alive(live: Tensor | None, stand_in: Tensor) -> tuple[Tensor, bool]:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gapless.ops.chaining import await_inputs
+
 
 @triton.jit(do_not_specialize=["num_rows", "N"])
 def _skinny_vector_kernel(
@@ -32,7 +34,9 @@ def _skinny_vector_kernel(
     STAGES: tl.constexpr,
     HAS_TAIL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    await_inputs(CHAINED)
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_m = tl.arange(0, BLOCK_M)
     o_k = tl.arange(0, BLOCK_K)[None, None, :]
@@ -76,7 +80,9 @@ def _skinny_matrix_kernel(
     PRECISION: tl.constexpr,
     HAS_TAIL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    await_inputs(CHAINED)
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_m = tl.arange(0, BLOCK_M)
     o_k = tl.arange(0, BLOCK_K)
@@ -121,7 +127,9 @@ def _skinny_wide_kernel(
     PRECISION: tl.constexpr,
     HAS_TAIL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    await_inputs(CHAINED)
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_m = tl.arange(0, BLOCK_M)
     o_w = tl.arange(0, BLOCK_K)[None, :]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
+from gapless.ops.chaining import chained
 from gapless.ops.skinny_linear.kernels import (
     _skinny_matrix_kernel,
     _skinny_vector_kernel,
@@ -60,6 +61,7 @@ def skinny_linear(
         "HAS_TAIL": inner % tile.step != 0,
         "HAS_BIAS": bias is not None,
         "num_warps": tile.num_warps,
+        **chained(x),
     }
     grid = (triton.cdiv(size, tile.block_n),)
     if isinstance(tile, Vector):
