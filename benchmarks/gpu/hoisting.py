@@ -86,17 +86,19 @@ def _deriving(
     found, batch = honest(memory, batch)
     if not isinstance(batch, PrefillBatch):
         return found, batch
-    chunks, checkpoint = batch.chunks, found.replay.checkpoint
+    rounds, checkpoint = batch.chunks.rounds, found.replay.checkpoint
+    assert rounds is not None, "Mamba-2 runs by the torch definition"
     zero_row = checkpoint.shape[0] - 1
-    has_state = chunks.init_rows != zero_row
-    init_rows = torch.full_like(chunks.init_rows, zero_row)
+    has_state = rounds.init_rows != zero_row
+    init_rows = torch.full_like(rounds.init_rows, zero_row)
     if has_state.any():
-        init_rows = torch.where(has_state, chunks.init_rows, init_rows)
-    cut_rows = chunks.cut_rows
+        init_rows = torch.where(has_state, rounds.init_rows, init_rows)
+    cut_rows = rounds.cut_rows
     is_stored = cut_rows < zero_row
     if is_stored.any():
         cut_rows = torch.where(is_stored, cut_rows, zero_row)
-    return found, replace(batch, chunks=replace(chunks, init_rows=init_rows, cut_rows=cut_rows))
+    rounds = replace(rounds, init_rows=init_rows, cut_rows=cut_rows)
+    return found, replace(batch, chunks=replace(batch.chunks, rounds=rounds))
 
 
 WAYS = {"hoisted": hoisted, "derived": derived}

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
@@ -28,13 +28,15 @@ from gapless.core.architecture import Recurrence
 from gapless.ops.linear_chunk import (
     ChunkIndices,
     RoundIndices,
+    ScanIndices,
+    ScanRoom,
     chunk_prefill,
     kernels_lack,
-    piece_arrays,
-    piece_indices,
     plan_chunks,
     reference,
     scan,
+    scan_arrays,
+    scan_indices,
 )
 
 if TYPE_CHECKING:
@@ -132,11 +134,8 @@ class Problem:
         self.indices = self._indices(own_cuts, cut_rows)
 
     def _indices(self, cuts: list[list[int]], cut_rows: list[list[int]]) -> ChunkIndices:
+        self._cuts, self._cut_rows = cuts, cut_rows
         plan = plan_chunks(self.lengths, CHUNK, cuts)
-        arrays = piece_arrays(
-            self.lengths, CHUNK, init_rows=self.init_rows, final_rows=self.final_rows,
-            cuts=cuts, cut_rows=cut_rows,
-        )  # fmt: skip
         rounds = RoundIndices(
             gather=self._sent(plan.gather),
             scatter=self._sent(plan.scatter),
@@ -147,8 +146,18 @@ class Problem:
             cut_places=self._sent([cut.place for cut in plan.cuts]),
             cut_rows=self._sent([cut_rows[plan.order[c.place]][c.number] for c in plan.cuts]),
         )
-        pieces = piece_indices({name: self._sent(a) for name, a in arrays.items()})
-        return ChunkIndices(CHUNK, pieces, rounds)
+        return ChunkIndices(CHUNK, self._scan(None), rounds)
+
+    def _scan(self, room: ScanRoom | None) -> ScanIndices:
+        arrays = scan_arrays(
+            self.lengths, CHUNK, init_rows=self.init_rows, final_rows=self.final_rows,
+            cuts=self._cuts, cut_rows=self._cut_rows, room=room,
+        )  # fmt: skip
+        return scan_indices({name: self._sent(a) for name, a in arrays.items()})
+
+    def pad(self, room: ScanRoom) -> None:
+        """Pad the kernels' indices to a room."""
+        self.indices = replace(self.indices, scan=self._scan(room))
 
     def _sent(self, values: np.ndarray | list[int]) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64).to(self.device)
@@ -297,17 +306,19 @@ def tilings(device: torch.device) -> list[dict[str, Any]]:
     found = []
     for shape, name in product(SHAPES, ("1x8192", "32x256")):
         problem = Problem(shape, PACKINGS[name], None, device)
-        tokens, values = problem.inputs[0].shape[0], (shape.value_heads, shape.value_dim)
-        is_kda = shape.recurrence is Recurrence.KIMI_DELTA
-        heads = shape.value_heads if is_kda else shape.key_heads
-        sizes = ((heads, shape.key_dim), (shape.value_heads, shape.key_dim), values)
-        k, w, u = (0.05 * torch.randn(tokens, *size, device=device).bfloat16() for size in sizes)
+        tokens, is_kda = problem.inputs[0].shape[0], shape.recurrence is Recurrence.KIMI_DELTA
+        key, value = (shape.key_heads, shape.key_dim), (shape.value_heads, shape.key_dim)
+        sizes = (key, value, value, (shape.value_heads, shape.value_dim))
+        k, decayed_k, w, u = (
+            0.05 * torch.randn(tokens, *size, device=device).bfloat16() for size in sizes
+        )
         g = -torch.rand(tokens, shape.value_heads, *[shape.key_dim] * is_kda, device=device)
+        inputs = (k, decayed_k if is_kda else None, w, u, g)
         for block_v, num_warps, num_stages in product((32, 64), (2, 4), (2, 3)):
             tiling = scan.ScanTiling(block_v, num_warps, num_stages)
             us = _time_us(
-                lambda t=tiling, p=problem, x=(k, w, u, g): scan.scan_chunks(
-                    *x, p.checkpoint, p.indices.pieces, chunk=CHUNK, tiling=t
+                lambda t=tiling, p=problem, x=inputs: scan.scan_chunks(
+                    *x, p.checkpoint, p.indices.scan, chunk=CHUNK, tiling=t
                 )
             )
             found.append(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,7 +74,8 @@ class _Window:
 class _Prefill:
     kv_read: Tensor  # [S]
     segments: tuple[tuple[int, int, int, int], ...]
-    _tiles: dict[int, Tensor]  # by tokens per tile
+    laid_out: Mapping[int, Tensor] | None  # by tokens per tile
+    _sent: dict[int, Tensor] = field(default_factory=dict)
 
     def run(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
         group = q.shape[1] // kv.shape[2]
@@ -90,12 +91,15 @@ class _Prefill:
         )
 
     def _tiles_of(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Tiles that did not come with the chunk are sent up by the first layer that wants them."""
-        tiles = self._tiles.get(num_tokens)
-        if tiles is None:
-            tiles = _upload(prefill_tiles(self.segments, num_tokens), device)
-            self._tiles[num_tokens] = tiles
-        return tiles
+        """Tiles that did not come with the chunk are sent up by the first layer of a shape."""
+        if self.laid_out is not None:
+            tiles = self.laid_out.get(num_tokens)
+            assert tiles is not None, f"no tiles of {num_tokens} tokens came with the chunk"
+            return tiles
+        if num_tokens not in self._sent:
+            array = prefill_tiles(self.segments, num_tokens)
+            self._sent[num_tokens] = _upload(array, device)
+        return self._sent[num_tokens]
 
 
 class TritonAttention:
@@ -153,7 +157,7 @@ class TritonAttention:
         tiles: Mapping[int, Tensor] | None = None,
     ) -> _Prefill:
         """See `AttentionBackend`."""
-        return _Prefill(kv_read, segments, dict(tiles or {}))
+        return _Prefill(kv_read, segments, tiles)
 
 
 def _tile_size(layer: PagedSpec, dtype: torch.dtype) -> int:

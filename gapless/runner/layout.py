@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gapless.ops.linear_chunk import PieceRoom, piece_arrays, plan_chunks
+from gapless.ops.linear_chunk import ScanRoom, plan_chunks, scan_arrays
 from gapless.runner.slot_table import admission_arrays
 
 if TYPE_CHECKING:
@@ -186,13 +186,13 @@ def _scan(
     init_rows = [_init_row(s, geometry) for s in segments]
     final_rows = [s.state_row for s in segments]
     cut_rows = [[n.row for n in s.snapshots] for s in segments]
-    pieces = None
+    scan_room = None
     if room is not None:
-        pieces = PieceRoom(room.tokens, room.segments, room.segments + room.snapshots)
-    found = piece_arrays(
+        scan_room = ScanRoom(room.tokens, room.segments, room.snapshots)
+    found = scan_arrays(
         lengths, CHUNK_LEN, init_rows=init_rows, final_rows=final_rows, cuts=cuts,
         cut_rows=cut_rows,
-        room=pieces,
+        room=scan_room,
     )  # fmt: skip
     if not has_rounds:
         written = {*final_rows, *(row for own in cut_rows for row in own)}
@@ -254,19 +254,19 @@ def _padded(
 
 
 def _filled(array: np.ndarray, size: int, fill: int) -> np.ndarray:
-    spare = size - array.shape[-1]
-    assert spare >= 0, f"{array.shape[-1]} in room for {size}"
-    return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, spare)], constant_values=fill)
+    used = array.shape[-1]
+    assert used <= size, f"{used} in room for {size}"
+    found = np.full((*array.shape[:-1], size), fill, np.int64)
+    found[..., :used] = array
+    return found
 
 
 def _entries(segment: PrefillSegment, geometry: Geometry) -> np.ndarray:
     """KV entries of positions 0 to `end`, both included, of a segment's request."""
-    position = np.arange(segment.end + 1)
     # without drafts no page needs to exist for the token that is sampled
     pages = np.array([*segment.pages, geometry.null_page], np.int64)
-    return (
-        pages[position // geometry.page_size] * geometry.page_size + position % geometry.page_size
-    )
+    entries = pages[:, None] * geometry.page_size + np.arange(geometry.page_size)
+    return entries.reshape(-1)[: segment.end + 1]
 
 
 def _init_row(segment: PrefillSegment, geometry: Geometry) -> int:

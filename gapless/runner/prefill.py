@@ -17,7 +17,7 @@ from tqdm import tqdm
 from gapless.core.architecture import ShortConvSpec
 from gapless.core.sampling_params import MAX_LOGIT_BIAS
 from gapless.layers.batch import AttentionBatch, PrefillBatch
-from gapless.ops.linear_chunk import ChunkIndices, RoundIndices, kernels_lack, piece_indices
+from gapless.ops.linear_chunk import ChunkIndices, RoundIndices, kernels_lack, scan_indices
 from gapless.ops.sampling import SamplingMode, packed_logprobs
 from gapless.runner.accept import Verified, accept, draft, sampling_mode
 from gapless.runner.graphs import GraphRunner
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from gapless.config.resolve import Config
     from gapless.core.plan import PrefillSegment
+    from gapless.observe.trace import Trace
     from gapless.ops.sampling import MaskRows
     from gapless.runner.accept import Accepted
     from gapless.runner.device import Device
@@ -122,6 +123,10 @@ class PrefillRunner:
             rooms = self.rooms[::-1]
             for room in tqdm(rooms, desc="capturing prefill", unit="graph", disable=None):
                 self._graphs.capture(room, lambda room=room: self._stages(room))  # type: ignore[misc]
+
+    def watch(self, trace: Trace | None) -> None:
+        """Record graph launches from now on; None ends it."""
+        self._graphs.watch(trace)
 
     def forget_graphs(self) -> None:
         """Destroy the captured chunks; all chunks then run launch by launch."""
@@ -319,7 +324,7 @@ class PrefillRunner:
                 inputs["kv_entries"], layout.segments, _tiles(inputs, "tiles_")
             ),
             live=inputs.get("live"),
-            chunks=ChunkIndices(CHUNK_LEN, piece_indices(inputs), rounds),
+            chunks=ChunkIndices(CHUNK_LEN, scan_indices(inputs), rounds),
             conv_prefix=inputs["conv_prefix"],
             conv_taps=inputs["conv_taps"],
             conv_keep=inputs["conv_keep"],

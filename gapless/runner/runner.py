@@ -115,6 +115,7 @@ class Runner:
     def watch(self, trace: Trace | None) -> None:
         """Record the parts of each step from now on; None ends it."""
         self._trace = trace
+        self._prefill.watch(trace)
         self._decode.watch(trace)
 
     def run(self, plan: StepPlan) -> StepHandle:

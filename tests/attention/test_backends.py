@@ -48,17 +48,26 @@ def latent(rank: int, rope_dim: int) -> LatentSpec:
     )
 
 
+LAYERS = [full(HEAD_DIM), latent(RANK, ROPE_DIM)]
+
+
 def make(name: str, device: str = DEVICE) -> AttentionBackend:
     if name == "triton":
         from gapless.attention.triton import TritonAttention
 
-        return TritonAttention(page_size=PAGE_SIZE, max_len=COLUMNS * PAGE_SIZE, device=device)
+        return TritonAttention(
+            page_size=PAGE_SIZE,
+            max_len=COLUMNS * PAGE_SIZE,
+            device=device,
+            layers=LAYERS,
+            dtype="float32",
+        )
     return make_backend(
         name,
         page_size=PAGE_SIZE,
         max_len=COLUMNS * PAGE_SIZE,
         device=device,
-        layers=[full(HEAD_DIM), latent(RANK, ROPE_DIM)],
+        layers=LAYERS,
         dtype="float32",
     )
 
@@ -157,6 +166,37 @@ def test_latent_prefill(name: str, latents: torch.Tensor) -> None:
     wanted = run("reference", torch.float64, "cpu")
     found = run(name, torch.float32, DEVICE)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_prefill_in_a_room(name: str, pool: torch.Tensor, latents: torch.Tensor) -> None:
+    """Tiles that came with the chunk, some empty, and queries of no segment, which are NaN."""
+    segments = ((0, 20, 0, 20), (20, 23, 20, 90), (23, 24, 90, 91))
+    kv_read = torch.randperm(NUM_PAGES * PAGE_SIZE)[:91].to(DEVICE)
+    backend = make(name)
+    arrays = backend.prefill_tiles(segments, (40, 5))
+    shapes = {size: array.shape for size, array in arrays.items()}
+    assert shapes == {s: a.shape for s, a in backend.prefill_tiles((), (40, 5)).items()}
+    tiles = {size: torch.from_numpy(array).to(DEVICE) for size, array in arrays.items()}
+    exact = backend.plan_prefill(kv_read, segments)
+    padded = backend.plan_prefill(kv_read, segments, tiles)
+    spare = torch.full((16, HEADS, HEAD_DIM), float("nan"))
+    q = torch.randn(24, HEADS, HEAD_DIM)
+    kv = pool.to(DEVICE)
+    found = padded.run(torch.cat([q, spare]).to(DEVICE), kv, 0.3)
+    assert torch.equal(found[:24], exact.run(q.to(DEVICE), kv, 0.3))
+    q, entries = q[..., : RANK + ROPE_DIM].contiguous(), latents.to(DEVICE)
+    found = padded.run_latent(
+        torch.cat([q, spare[..., : RANK + ROPE_DIM]]).to(DEVICE), entries, 0.3, value_dim=RANK
+    )
+    assert torch.equal(found[:24], exact.run_latent(q.to(DEVICE), entries, 0.3, value_dim=RANK))
+
+
+def test_tiles_that_were_not_laid_out_are_not_sent_later(pool: torch.Tensor) -> None:
+    """A captured chunk would read the first chunk's for ever."""
+    plan = make("triton").plan_prefill(torch.arange(4, device=DEVICE), ((0, 4, 0, 4),), {})
+    with pytest.raises(AssertionError, match="no tiles of"):
+        plan.run(torch.randn(4, HEADS, HEAD_DIM, device=DEVICE), pool.to(DEVICE), 0.3)
 
 
 @pytest.mark.parametrize(

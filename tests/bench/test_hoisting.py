@@ -42,7 +42,7 @@ def test_a_derivation_that_is_wrong_is_seen(llm: LLM, monkeypatch: pytest.Monkey
     def fresh(*args: Any) -> Any:
         found, batch = honest(*args)
         if isinstance(batch, hoisting.PrefillBatch):
-            batch.chunks.init_rows.fill_(found.replay.checkpoint.shape[0] - 1)
+            batch.chunks.rounds.init_rows.fill_(found.replay.checkpoint.shape[0] - 1)
         return found, batch
 
     monkeypatch.setattr(hoisting, "_deriving", fresh)

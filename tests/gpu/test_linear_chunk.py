@@ -17,7 +17,7 @@ from benchmarks.gpu.linear_chunk import (
     last_cuts,
     relative,
 )
-from gapless.ops.linear_chunk import kernels_lack
+from gapless.ops.linear_chunk import ScanRoom, kernels_lack
 from gapless.runner.syncs import forbid_syncs
 from tests.ops.step_recurrence import same_bits
 
@@ -102,3 +102,15 @@ def test_never_syncs_and_compiles_nothing_later(
         for problem in problems:
             problem.run(problem.inputs, problem.checkpoint)
     assert not compiled
+
+
+def test_padding_changes_no_bit(shape: Shape) -> None:
+    """Indices padded to a room, and tokens that hold NaN after those of the segments."""
+    problem = Problem(shape, CHECKED, CHECKED_CUTS, DEVICE)
+    wanted_rows, rows = problem.checkpoint.clone(), problem.checkpoint.clone()
+    wanted = problem.run(problem.inputs, wanted_rows)
+    problem.pad(ScanRoom(sum(CHECKED) + 100, len(CHECKED) + 3, 40))
+    inputs = [torch.cat([x, x.new_full((100, *x.shape[1:]), float("nan"))]) for x in problem.inputs]
+    out = problem.run(inputs, rows)
+    assert same_bits(out[: len(wanted)], wanted)
+    assert same_bits(rows, wanted_rows)

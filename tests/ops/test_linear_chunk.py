@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from gapless.core.architecture import Recurrence
 from gapless.ops.linear_chunk import (
     ChunkIndices,
-    PieceRoom,
     RoundIndices,
+    ScanRoom,
     chunk_prefill,
-    piece_arrays,
-    piece_indices,
     plan_chunks,
+    scan_arrays,
+    scan_indices,
 )
 from tests.ops.step_recurrence import (
     KEY_DIM,
@@ -86,12 +86,12 @@ def indices_of(
     final_rows: list[int],
     cuts: list[list[int]] | None = None,
     cut_rows: list[list[int]] | None = None,
-    room: PieceRoom | None = None,
+    room: ScanRoom | None = None,
 ) -> ChunkIndices:
     """Plan segments; turn the plans and the rows of the segments into tensors."""
     plan = plan_chunks(lengths, chunk, cuts)
     cut_rows = cut_rows or [[] for _ in lengths]
-    arrays = piece_arrays(
+    arrays = scan_arrays(
         lengths, chunk, init_rows=init_rows, final_rows=final_rows,
         cuts=cuts, cut_rows=cut_rows, room=room,
     )  # fmt: skip
@@ -107,7 +107,7 @@ def indices_of(
         cut_rows=torch.tensor(rows, dtype=torch.int64),
     )
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return ChunkIndices(chunk, piece_indices(tensors), rounds)
+    return ChunkIndices(chunk, scan_indices(tensors), rounds)
 
 
 def run(case: Case, recurrence: Recurrence, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from gapless.ops.linear_chunk import fla, reference
 from gapless.ops.linear_chunk.indices import ChunkPlan, Cut, plan_chunks
-from gapless.ops.linear_chunk.pieces import PieceIndices, PieceRoom, piece_arrays, piece_indices
 from gapless.ops.linear_chunk.reference import RoundIndices
+from gapless.ops.linear_chunk.segments import ScanIndices, ScanRoom, scan_arrays, scan_indices
 
 if TYPE_CHECKING:
     import torch
@@ -26,14 +26,14 @@ __all__ = [
     "ChunkIndices",
     "ChunkPlan",
     "Cut",
-    "PieceIndices",
-    "PieceRoom",
     "RoundIndices",
+    "ScanIndices",
+    "ScanRoom",
     "chunk_prefill",
     "kernels_lack",
-    "piece_arrays",
-    "piece_indices",
     "plan_chunks",
+    "scan_arrays",
+    "scan_indices",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class ChunkIndices:
 
     chunk: int
     """Most tokens of a chunk."""
-    pieces: PieceIndices
+    scan: ScanIndices
     """For the kernels."""
     rounds: RoundIndices | None
     """For the torch definition; None where the kernels serve every layer."""
@@ -81,7 +81,7 @@ def chunk_prefill(
         if reason is None:
             assert beta is not None, "a delta rule has beta"
             return fla.chunk_prefill(
-                q, k, v, beta, log_decay, checkpoint, indices.pieces,
+                q, k, v, beta, log_decay, checkpoint, indices.scan,
                 recurrence=recurrence, l2norm_eps=l2norm_eps, scale=scale,
             )  # fmt: skip
         _log_fallback(reason)

@@ -20,7 +20,7 @@ from gapless.ops.linear_chunk.scan import scan_chunks
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gapless.ops.linear_chunk.pieces import PieceIndices
+    from gapless.ops.linear_chunk.segments import ScanIndices
 
 CHUNK = 64
 _VERSION = "0.6"
@@ -61,7 +61,7 @@ def chunk_prefill(
     beta: Tensor,  # [T, HV]
     log_decay: Tensor,  # [T, HV, Kd]
     checkpoint: Tensor,  # [rows, HV, V, K]
-    indices: PieceIndices,
+    indices: ScanIndices,
     *,
     recurrence: Recurrence,
     l2norm_eps: float | None,
@@ -108,7 +108,7 @@ def normalized(
 
 def _gated_delta(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, checkpoint: Tensor,
-    indices: PieceIndices, scale: float,
+    indices: ScanIndices, scale: float,
 ) -> Tensor:  # fmt: skip
     """g: [T, HV]."""
     from fla.ops.common.chunk_o import chunk_fwd_o
@@ -116,20 +116,22 @@ def _gated_delta(
     from fla.ops.utils import chunk_local_cumsum
     from fla.ops.utils.constant import RCP_LN2
 
-    pieces = {"cu_seqlens": indices.bounds, "chunk_indices": indices.chunks, "chunk_size": CHUNK}
+    chunked = {"cu_seqlens": indices.bounds, "chunk_indices": indices.chunks, "chunk_size": CHUNK}
     # the kernels' exponentials are powers of two
-    g = chunk_local_cumsum(g[None], scale=RCP_LN2, **pieces)
-    w, u, _ = chunk_gated_delta_rule_fwd_intra(k=k[None], v=v[None], g=g, beta=beta[None], **pieces)
-    h, d = scan_chunks(k, w[0], u[0], g[0], checkpoint, indices, chunk=CHUNK)
+    g = chunk_local_cumsum(g[None], scale=RCP_LN2, **chunked)
+    w, u, _ = chunk_gated_delta_rule_fwd_intra(
+        k=k[None], v=v[None], g=g, beta=beta[None], **chunked
+    )
+    h, d = scan_chunks(k, None, w[0], u[0], g[0], checkpoint, indices, chunk=CHUNK)
     out: Tensor = chunk_fwd_o(
-        q=q[None], k=k[None], v=d[None], h=h[None], g=g, scale=scale, state_v_first=True, **pieces
+        q=q[None], k=k[None], v=d[None], h=h[None], g=g, scale=scale, state_v_first=True, **chunked
     )
     return out[0]
 
 
 def _kimi_delta(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, checkpoint: Tensor,
-    indices: PieceIndices, scale: float,
+    indices: ScanIndices, scale: float,
 ) -> Tensor:  # fmt: skip
     """g: [T, HV, K]."""
     from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
@@ -137,13 +139,13 @@ def _kimi_delta(
     from fla.ops.utils import chunk_local_cumsum
     from fla.ops.utils.constant import RCP_LN2
 
-    pieces = {"cu_seqlens": indices.bounds, "chunk_indices": indices.chunks, "chunk_size": CHUNK}
-    g = chunk_local_cumsum(g[None], scale=RCP_LN2, **pieces)
+    chunked = {"cu_seqlens": indices.bounds, "chunk_indices": indices.chunks, "chunk_size": CHUNK}
+    g = chunk_local_cumsum(g[None], scale=RCP_LN2, **chunked)
     w, u, _, decayed_k, pair_q, _ = chunk_kda_fwd_intra(
-        q=q[None], k=k[None], v=v[None], gk=g, beta=beta[None], scale=scale, **pieces
+        q=q[None], k=k[None], v=v[None], gk=g, beta=beta[None], scale=scale, **chunked
     )
-    h, d = scan_chunks(decayed_k[0], w[0], u[0], g[0], checkpoint, indices, chunk=CHUNK)
+    h, d = scan_chunks(k, decayed_k[0], w[0], u[0], g[0], checkpoint, indices, chunk=CHUNK)
     out: Tensor = chunk_gla_fwd_o_gk(
-        q=q[None], v=d[None], g=g, A=pair_q, h=h[None], scale=scale, state_v_first=True, **pieces
+        q=q[None], v=d[None], g=g, A=pair_q, h=h[None], scale=scale, state_v_first=True, **chunked
     )
     return out[0]

@@ -250,6 +250,8 @@ def _prefill_kernel(
     p_tile = tiles + tl.program_id(1) * 4
     token_start = tl.load(p_tile)
     token_end = tl.load(p_tile + 1)
+    if token_start == token_end:
+        return
     kv_start = tl.load(p_tile + 2)
     offset = tl.load(p_tile + 3)
 

@@ -35,8 +35,6 @@ DTYPES = ("bfloat16", "float16", "float32")
 LOG2_E = 1.4426950408889634
 # rows of the smallest matrix product
 MIN_ROWS = 16
-# no token, and no key
-EMPTY_TILE = (0, 0, 0, -1)
 
 
 @dataclass(frozen=True)
@@ -208,7 +206,7 @@ def prefill_tiles(
     num_keys = tiles[:, 1] + tiles[:, 3] - tiles[:, 2]
     tiles = tiles[np.argsort(-num_keys, kind="stable")]
     if count is not None:
-        tiles = np.concatenate([tiles, np.tile(EMPTY_TILE, (count - len(tiles), 1))])
+        tiles = np.concatenate([tiles, np.zeros((count - len(tiles), 4), np.int64)])
     return tiles.astype(np.int32)
 
 

@@ -1,4 +1,4 @@
-"""Prefill in pieces: the plan, the scan of states on their rows, and who is asked to run it."""
+"""Prefill on kernels: the plan, the scan of states on their rows, and who is asked to run it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from gapless.core.architecture import Recurrence
 from gapless.ops import linear_chunk
-from gapless.ops.linear_chunk import PieceRoom, fla, piece_arrays, reference
+from gapless.ops.linear_chunk import ScanRoom, fla, reference, scan_arrays
 from tests.ops.fla_stand_ins import STAND_INS
 from tests.ops.step_recurrence import SCALE, l2norm_eps, same_bits
 from tests.ops.test_linear_chunk import CUTS, LENGTHS, indices_of, make_case, segments_and_cuts
@@ -34,62 +34,60 @@ SCANS = [
 
 
 def arrays_of(
-    lengths: list[int], cuts: list[list[int]], chunk: int, room: PieceRoom | None = None
+    lengths: list[int], cuts: list[list[int]], chunk: int, room: ScanRoom | None = None
 ) -> dict[str, np.ndarray]:
     """Number initial rows from 0 on, final rows, then cut rows, from 100 on."""
     rows = iter(range(100, 1000))
     final_rows, cut_rows = [next(rows) for _ in lengths], [[next(rows) for _ in c] for c in cuts]
-    return piece_arrays(
+    return scan_arrays(
         lengths, chunk, init_rows=range(len(lengths)), final_rows=final_rows,
         cuts=cuts, cut_rows=cut_rows, room=room,
     )  # fmt: skip
 
 
 @given(segments_and_cuts(), st.sampled_from([1, 3, 16]))
-def test_plan_equals_cutting_one_token_at_a_time(drawn: Drawn, chunk: int) -> None:
+def test_plan_equals_counting_one_token_at_a_time(drawn: Drawn, chunk: int) -> None:
     lengths, cuts = drawn
-    found = arrays_of(lengths, cuts, chunk)
-    final = iter(range(100, 1000))
-    final_rows = [next(final) for _ in lengths]
-    rows, bounds, chunks, firsts, segments, token = [], [0], [], [], [0], 0
+    found = {name: array.tolist() for name, array in arrays_of(lengths, cuts, chunk).items()}
+    rows = iter(range(100, 1000))
+    final_rows = [next(rows) for _ in lengths]
+    bounds, chunks, firsts, first_stops, stops = [0], [], [], [0], []
     for s, (length, own) in enumerate(zip(lengths, cuts, strict=True)):
-        # a state is wanted after each cut, and at the end, be it once more
-        for size, row in zip(
-            np.diff([0, *own, length]), [*(next(final) for _ in own), final_rows[s]], strict=True
-        ):
-            firsts.append(len(chunks))
-            chunks += [[len(rows), i] for i in range(-(-int(size) // chunk))]
-            token += int(size)
-            bounds.append(token)
-            rows.append(row)
-        segments.append(len(rows))
-    assert found["piece_bounds"].tolist() == bounds
-    assert found["piece_chunks"].tolist() == chunks
-    assert found["piece_firsts"].tolist() == firsts
-    assert found["piece_rows"].tolist() == rows
-    assert found["segment_pieces"].tolist() == segments
-    assert found["piece_init_rows"].tolist() == list(range(len(lengths)))
-    assert all(array.dtype == np.int64 for array in found.values())
+        firsts.append(len(chunks))
+        for position in range(length):
+            if position % chunk == 0:
+                chunks.append([s, position // chunk])
+            if position + 1 in own:
+                stops.append((position + 1, next(rows)))
+        stops.append((length, final_rows[s]))
+        bounds.append(bounds[-1] + length)
+        first_stops.append(len(stops))
+    assert found == {
+        "scan_bounds": bounds,
+        "scan_chunks": chunks,
+        "scan_firsts": firsts,
+        "scan_init_rows": list(range(len(lengths))),
+        "first_stops": first_stops,
+        "stop_tokens": [token for token, _ in stops],
+        "stop_rows": [row for _, row in stops],
+    }
 
 
 @given(segments_and_cuts(), st.sampled_from([1, 3, 16]), st.integers(0, 9))
 def test_padding_changes_shapes_alone(drawn: Drawn, chunk: int, spare: int) -> None:
     lengths, cuts = drawn
     exact = arrays_of(lengths, cuts, chunk)
-    room = PieceRoom(256 + spare, len(lengths) + spare, len(exact["piece_rows"]) + spare)
-    padded = arrays_of(lengths, cuts, chunk, room)
-    empty = arrays_of([], [], chunk, room)
+    room = ScanRoom(256 + spare, len(lengths) + spare, sum(map(len, cuts)) + spare)
+    padded, empty = arrays_of(lengths, cuts, chunk, room), arrays_of([], [], chunk, room)
     assert {n: a.shape for n, a in padded.items()} == {n: a.shape for n, a in empty.items()}
     for name, array in exact.items():
-        assert padded[name].dtype == array.dtype
+        assert padded[name].dtype == array.dtype == np.int64
         assert padded[name][: len(array)].tolist() == array.tolist()
-    bounds = padded["piece_bounds"]
-    assert bounds[-1] == bounds[-2] == room.tokens, "the last piece is empty, within the tokens"
-    spare_chunks = padded["piece_chunks"][len(exact["piece_chunks"]) :]
+    bounds = padded["scan_bounds"]
+    assert bounds[-1] == bounds[-2] == room.tokens, "the last segment is empty, within the tokens"
+    spare_chunks = padded["scan_chunks"][len(exact["scan_chunks"]) :]
     assert (spare_chunks == [len(bounds) - 2, 0]).all()
-    assert (np.diff(padded["segment_pieces"][len(lengths) :]) == 0).all()
-    # what a program of a real segment goes through
-    assert (padded["piece_firsts"][: len(exact["piece_firsts"])] == exact["piece_firsts"]).all()
+    assert (np.diff(padded["first_stops"][len(lengths) :]) == 0).all()
 
 
 @pytest.fixture
@@ -122,12 +120,12 @@ def test_scan_equals_the_definition(
     wanted = reference.chunk_prefill(
         *case.inputs.args, wanted_rows, exact.rounds, **arguments
     )  # fmt: skip
-    args, pieces, total = case.inputs.args, exact.pieces, sum(LENGTHS)
+    args, scan, total = case.inputs.args, exact.scan, sum(LENGTHS)
     if spare is not None:
-        room = PieceRoom(total + spare, len(LENGTHS) + spare, len(pieces.rows) + spare)
-        pieces = indices_of(LENGTHS, 64, case.init_rows, final_rows, cuts, cut_rows, room).pieces
+        room = ScanRoom(total + spare, len(LENGTHS) + spare, sum(map(len, cuts)) + spare)
+        scan = indices_of(LENGTHS, 64, case.init_rows, final_rows, cuts, cut_rows, room).scan
         args = tuple(_with_nan(x, spare) for x in args if x is not None)
-    out = fla.chunk_prefill(*args, rows, pieces, **arguments)  # type: ignore[arg-type]
+    out = fla.chunk_prefill(*args, rows, scan, **arguments)  # type: ignore[arg-type]
     torch.testing.assert_close(out[:total], wanted, rtol=2e-5, atol=2e-5)
     written = [*final_rows, *(row for own in cut_rows for row in own)]
     torch.testing.assert_close(rows[written], wanted_rows[written], rtol=2e-5, atol=2e-5)
@@ -147,7 +145,7 @@ def test_states_may_be_narrow() -> None:
     indices = indices_of(LENGTHS, 64, case.init_rows, final_rows)
     checkpoint = case.checkpoint.half()
     fla.chunk_prefill(
-        *case.inputs.args, checkpoint, indices.pieces,  # type: ignore[arg-type]
+        *case.inputs.args, checkpoint, indices.scan,  # type: ignore[arg-type]
         recurrence=Recurrence.GATED_DELTA, l2norm_eps=1e-2, scale=SCALE,
     )  # fmt: skip
     found = checkpoint[final_rows].double().numpy()
@@ -196,7 +194,7 @@ def dispatch(
     for module in (fla, reference):
         name = module.__name__.rpartition(".")[2]
         monkeypatch.setattr(module, "chunk_prefill", lambda *_, name=name, **__: name)
-    indices: Any = SimpleNamespace(chunk=chunk, pieces=None, rounds=())
+    indices: Any = SimpleNamespace(chunk=chunk, scan=None, rounds=())
     rest: Any = (q, q, q, q, q)
     found: Any = linear_chunk.chunk_prefill(
         q, *rest, indices, recurrence=recurrence, l2norm_eps=1e-6, scale=1.0
