@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gapless.attention.backend import AttentionBackend, make_backend
+from gapless.core.draft_shape import most_emitted, step_reach
 from gapless.runner.pools import Pools, make_geometry, make_pools
 from gapless.runner.slot_table import SlotTable
 from gapless.speculative.mtp import MtpDrafter
@@ -76,7 +77,8 @@ class Device:
 
 def num_positions(config: Config) -> int:
     """Positions that a step may name: the context, and how far steps run ahead of it."""
-    return config.max_model_len + 3 * config.max_window
+    window, tree = config.max_window, config.tree
+    return config.max_model_len + most_emitted(window, tree) + step_reach(window, tree) + 1
 
 
 def make_device(model: Decoder, mtp: MtpHead | None, config: Config, place: Placement) -> Device:
