@@ -81,7 +81,7 @@ def tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     if is_dataclass(value):
         for field in fields(value):
             yield from tensors(getattr(value, field.name), f"{name}.{field.name}")
-    else:
+    elif value is not None:
         yield name, value
 
 
@@ -89,7 +89,11 @@ def guarded(value: Any, buffers: list[torch.Tensor]) -> Any:
     """Copy nested dataclasses with each tensor inside a larger buffer of guards."""
     if is_dataclass(value) and not isinstance(value, type):
         own = {f.name: guarded(getattr(value, f.name), buffers) for f in fields(value)}
+        if isinstance(value, WindowIndices) and value.logical is value.positions:
+            own["logical"] = own["positions"]
         return type(value)(**own)
+    if value is None:
+        return None
     size = value.numel() + 2 * GUARD_LEN
     buffers.append(torch.full((size,), GUARD[value.dtype], dtype=value.dtype, device=value.device))
     return buffers[-1][GUARD_LEN:-GUARD_LEN].view(value.shape)

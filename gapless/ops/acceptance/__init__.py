@@ -9,12 +9,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gapless.ops.acceptance import reference
-from gapless.ops.acceptance.reference import Acceptance, AcceptColumns, Settled, accept_chain
+from gapless.ops.acceptance.reference import (
+    Acceptance,
+    AcceptColumns,
+    Settled,
+    SettledTrees,
+    accept_chain,
+    accept_tree,
+    settle_trees,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["AcceptColumns", "Acceptance", "Settled", "accept_chain", "settle_windows"]
+__all__ = [
+    "AcceptColumns",
+    "Acceptance",
+    "Settled",
+    "SettledTrees",
+    "accept_chain",
+    "accept_tree",
+    "settle_trees",
+    "settle_windows",
+]
 
 
 def settle_windows(

@@ -1,5 +1,24 @@
-"""Draft trees as bit masks: who descends from whom among the nodes of a window."""
+"""Draft trees as bit masks: who descends from whom among the nodes of a window.
 
-from gapless.ops.draft_tree.reference import MAX_NODES, TreeMask, ancestor_bits, depths, unpack
+Compaction moves an accepted path's entries to consecutive positions.
+"""
 
-__all__ = ["MAX_NODES", "TreeMask", "ancestor_bits", "depths", "unpack"]
+from gapless.ops.draft_tree.reference import (
+    MAX_NODES,
+    TreeMask,
+    ancestor_bits,
+    compact,
+    depths,
+    nth_ancestors,
+    unpack,
+)
+
+__all__ = [
+    "MAX_NODES",
+    "TreeMask",
+    "ancestor_bits",
+    "compact",
+    "depths",
+    "nth_ancestors",
+    "unpack",
+]

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 from gapless.ops.step_metadata import reference
 from gapless.ops.step_metadata.reference import (
     Geometry,
+    PathMoves,
     SlotColumns,
     StepConstants,
     WindowIndices,
     kv_entries,
+    path_moves,
 )
 
 if TYPE_CHECKING:
@@ -24,10 +26,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Geometry",
+    "PathMoves",
     "SlotColumns",
     "StepConstants",
     "WindowIndices",
     "kv_entries",
+    "path_moves",
     "window_indices",
 ]
 
@@ -41,14 +45,15 @@ def window_indices(
     constants: StepConstants,
     *,
     window: int,  # W
+    tree: Tensor | None = None,  # [slots + 1, W_max] int64
 ) -> WindowIndices:
     """Derive a step's index tensors on the device. Contract: `reference.window_indices`."""
-    if slots.is_cuda:
+    if slots.is_cuda and tree is None:
         from gapless.ops.step_metadata import triton
 
         return triton.window_indices(slots, columns, geometry, window=window)
     _log_fallback(slots.device.type)
-    return reference.window_indices(slots, columns, geometry, constants, window=window)
+    return reference.window_indices(slots, columns, geometry, constants, window=window, tree=tree)
 
 
 @cache

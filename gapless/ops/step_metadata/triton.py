@@ -33,11 +33,14 @@ def empty_indices(
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
+    positions = empty(num_rows, window)
     return WindowIndices(
         slots=empty(num_rows),
         seq_lens=empty(num_rows),
         fold_len=empty(num_rows),
-        positions=empty(num_rows, window),
+        positions=positions,
+        logical=positions,
+        ancestors=None,
         kv_write=empty(num_tokens),
         replay=ReplayIndices(
             ring_read=empty(num_rows, num_replayed),
