@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gapless.config.resolve import Config
+    from gapless.core.draft_shape import TreeShape
     from gapless.layers.batch import LayerMemory
     from gapless.layers.placement import Communicator, Placement
     from gapless.models.decoder import Decoder
@@ -39,10 +40,22 @@ class Device:
     num_page_columns: int
     device: torch.device
     drafter: Drafter | None
+    tree: TreeShape | None
+    """How drafts branch; None: windows are chains."""
     window_offsets: Tensor  # 0 .. W_max, so that no step makes them
     communicator: Communicator
     simulated_acceptance: float | None
     """Mean tokens per step to pretend, for benchmarks on made-up weights."""
+
+    @property
+    def most_emitted(self) -> int:
+        """Tokens that a step emits at most."""
+        return most_emitted(self.geometry.max_window, self.tree)
+
+    @property
+    def step_reach(self) -> int:
+        """Positions that a step reaches from its committed length on, drafting included."""
+        return step_reach(self.geometry.max_window, self.tree)
 
     @property
     def memory(self) -> Sequence[LayerMemory]:
@@ -110,6 +123,7 @@ def make_device(model: Decoder, mtp: MtpHead | None, config: Config, place: Plac
             page_table=table.columns.page_table,
             geometry=geometry,
             place=place,
+            tree=config.tree,
         )
     elif config.drafter == "ngram":
         drafter = NgramDrafter(
@@ -127,6 +141,7 @@ def make_device(model: Decoder, mtp: MtpHead | None, config: Config, place: Plac
         num_page_columns=num_page_columns,
         device=place.device,
         drafter=drafter,
+        tree=config.tree,
         window_offsets=torch.arange(config.max_window + 1, device=place.device),
         communicator=place.communicator,
         simulated_acceptance=config.simulated_acceptance,

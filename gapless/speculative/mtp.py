@@ -141,9 +141,7 @@ class MtpDrafter:
                 batch = self._tree_batch(frontier, first, tree)
                 tokens = tree.beam.tokens.flatten()
                 hidden = self._head.forward(self._trunk, tokens, hidden, self._memory, batch)
-            found = proposer.rank(
-                self._trunk.logits(hidden), position, tree.beam.paths, shape.topk
-            )
+            found = proposer.rank(self._trunk.logits(hidden), position, tree.beam.paths, shape.topk)
             tree.grow(*found)
         return tree.best(self.num_drafts)
 

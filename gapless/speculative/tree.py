@@ -2,8 +2,8 @@
 
 A *candidate* is a draft that was looked at; candidates are numbered as they come, so a parent has a
 lower number than its children. The *beam* is those of the last depth that are gone on from. A
-candidate's score is the sum of how likely the tokens of its path are, as logarithms: never more than
-its parent's. So the best candidates, ties going to the lowest number, are a tree.
+candidate's score is the sum of how likely the tokens of its path are, as logarithms: never more
+than its parent's. So the best candidates, ties going to the lowest number, are a tree.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class DraftTree:
         self._parents.append(beam.candidates[:, :, None].expand_as(tokens).flatten(1))
         if len(self._tokens) == self._shape.num_steps:
             return
-        best = scores.sort(1, descending=True, stable=True).indices[:, :topk]
+        best = scores.sort(dim=1, descending=True, stable=True).indices[:, :topk]
         parents = best // topk
         chosen = flat.gather(1, best)
         above = beam.paths.gather(1, parents[:, :, None].expand(-1, -1, self.depth))
@@ -97,7 +97,7 @@ class DraftTree:
     def best(self, count: int) -> Drafts:
         """Return the `count` best candidates, by depth and then by number."""
         scores = torch.cat(self._scores, dim=1)
-        ranked = scores.sort(1, descending=True, stable=True).indices
+        ranked = scores.sort(dim=1, descending=True, stable=True).indices
         chosen = ranked[:, :count].sort(1).values
         # number of each candidate's node, should it have one; node 0 is the newest token
         node = torch.zeros_like(ranked).scatter_(1, chosen, 1).cumsum(1)

@@ -13,7 +13,7 @@ from gapless.speculative.drafter import (
     Frontier,
     Outcome,
     PromptChunk,
-    SampleAt,
+    Proposer,
     SavedSlots,
 )
 from tests.engine_fixtures import runner_of
@@ -54,7 +54,7 @@ class OracleDrafter:
     def read_window(self, outcome: Outcome) -> Tensor:
         return outcome.lens
 
-    def draft(self, frontier: Frontier, carry: Tensor, sample: SampleAt) -> Drafts:
+    def draft(self, frontier: Frontier, carry: Tensor, proposer: Proposer) -> Drafts:
         depth = torch.arange(1, self.num_drafts + 1)
         at = (frontier.seq_lens[:, None] + depth).clamp(max=self.truth.shape[1] - 1)
         right = self.truth.index_select(0, frontier.slots).gather(1, at)

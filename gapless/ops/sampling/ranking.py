@@ -26,8 +26,8 @@ def rank_tokens(
 ) -> tuple[Tensor, Tensor]:  # [N, count] int64 and logits' dtype
     """Return tokens, best first, and log-softmax of their perturbed logits; `sampled` is the first.
 
-    No sort finds what filters leave: a token that stands above the sampled one was filtered out, and
-    counts for nothing here; what else they remove stays, behind it. Ties go to the lowest id.
+    No sort finds what filters leave: a token that stands above the sampled one was filtered out,
+    and counts for nothing here; what else they remove stays, behind it. Ties go to the lowest id.
     """
     perturbed = logits
     if noise is not None:
