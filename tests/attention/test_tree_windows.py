@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from gapless.attention.backend import BACKENDS
 from gapless.attention.reference import ReferenceAttention
 from gapless.ops.draft_tree import TreeMask, ancestor_bits, depths
 from gapless.ops.mla import window_latent_attention
@@ -28,12 +29,12 @@ if DEVICE == "cpu":
     # Triton reads it when it is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-PAGE_SIZE, COLUMNS = 16, 30
+PAGE_SIZE, COLUMNS = 16, 12
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
 RANK, ROPE_DIM = 24, 8
 SCALE = 0.3
-# committed; some end where a page or a block of positions does
-LENGTHS = (1, 17, 64, 140, 303)
+# committed: less than a page, a whole block of positions, nearly and more than a program takes
+LENGTHS = (1, 64, 124, 141)
 NAN = float("nan")
 
 
@@ -94,35 +95,35 @@ class Rows:
         return plan.run(q, self.kv.to(DEVICE), SCALE).cpu()
 
     def wanted(self, *, is_latent: bool) -> torch.Tensor:
+        kv, latents = self.kv.double(), self.latents.double()
         out = []
         for row, query in torch.cartesian_prod(*map(torch.arange, self.bits.shape)).tolist():
             own = self.seen(row, query)[None]
             q = self.q[None, None, row * self.bits.shape[1] + query].double()
             mask = torch.ones(1, 1, own.shape[1], dtype=torch.bool)
             if is_latent:
-                latents = self.latents.double()
                 found = window_latent_attention(q, latents, own, mask, SCALE, value_dim=RANK)
             else:
-                found = window_attention(q, self.kv.double(), own, mask, SCALE)
+                found = window_attention(q, kv, own, mask, SCALE)
             out.append(found[0, 0])
         return torch.stack(out)
 
 
-def whole_windows(width: int) -> Rows:
+def whole_windows(width: int, lengths: tuple[int, ...] = LENGTHS) -> Rows:
     """Every node of a window asks."""
     generator = torch.Generator().manual_seed(width)
-    start = torch.tensor(LENGTHS)
-    bits = ancestor_bits(random_parents(len(LENGTHS), width, generator))
+    start = torch.tensor(lengths)
+    bits = ancestor_bits(random_parents(len(lengths), width, generator))
     return Rows(start[:, None] + torch.arange(width), start, bits)
 
 
-def draft_pass(num_queries: int) -> Rows:
-    """The last nodes of a tree ask; nodes of other branches and what lies past them is NaN."""
+def draft_pass(num_queries: int, lengths: tuple[int, ...] = LENGTHS) -> Rows:
+    """The last nodes but one of a tree ask; nodes of other branches, and what is past, are NaN."""
     generator = torch.Generator().manual_seed(num_queries)
-    start = torch.tensor(LENGTHS) + 3
-    bits = ancestor_bits(random_parents(len(LENGTHS), 16, generator))[:, -num_queries - 1 : -1]
+    start = torch.tensor(lengths) + 3
+    bits = ancestor_bits(random_parents(len(lengths), 16, generator))[:, -num_queries - 1 : -1]
     positions = start[:, None] + torch.arange(15 - num_queries, 15)
-    return Rows(positions, start, bits.contiguous(), first=1)
+    return Rows(positions, start, bits, first=1)
 
 
 def from_the_first() -> Rows:
@@ -134,18 +135,17 @@ def from_the_first() -> Rows:
 
 
 CASES: list[Callable[[], Rows]] = [
-    lambda: whole_windows(2),
     lambda: whole_windows(7),
-    lambda: whole_windows(16),
+    lambda: whole_windows(16, (64, 17)),
     lambda: draft_pass(1),
-    lambda: draft_pass(4),
+    lambda: draft_pass(4, (1, 60)),
     from_the_first,
 ]
 
 
 @pytest.mark.parametrize("is_latent", [False, True], ids=["full", "latent"])
 @pytest.mark.parametrize("case", range(len(CASES)))
-@pytest.mark.parametrize("name", ["reference"])
+@pytest.mark.parametrize("name", BACKENDS)
 def test_queries_see_their_ancestors(name: str, case: int, is_latent: bool) -> None:
     rows = CASES[case]()
     found = rows.run(rows.plan(name, rows.tree), is_latent=is_latent)
@@ -154,10 +154,10 @@ def test_queries_see_their_ancestors(name: str, case: int, is_latent: bool) -> N
 
 
 @pytest.mark.parametrize("is_latent", [False, True], ids=["full", "latent"])
-@pytest.mark.parametrize("name", ["reference"])
+@pytest.mark.parametrize("name", BACKENDS)
 def test_a_chain_is_a_tree_of_one_path(name: str, is_latent: bool) -> None:
-    start = torch.tensor(LENGTHS)
-    bits = ancestor_bits(chain_parents(len(LENGTHS), 5))
+    start = torch.tensor([17, 141])
+    bits = ancestor_bits(chain_parents(2, 5))
     rows = Rows(start[:, None] + torch.arange(5), start, bits)
     results = [rows.run(rows.plan(name, tree), is_latent=is_latent) for tree in (None, rows.tree)]
     assert torch.equal(*results)
@@ -165,21 +165,21 @@ def test_a_chain_is_a_tree_of_one_path(name: str, is_latent: bool) -> None:
 
 
 @pytest.mark.parametrize("is_latent", [False, True], ids=["full", "latent"])
-@pytest.mark.parametrize("name", ["reference"])
+@pytest.mark.parametrize("name", BACKENDS)
 def test_a_row_of_nan_leaves_its_neighbours_alone(name: str, is_latent: bool) -> None:
-    rows = whole_windows(7)
+    rows = whole_windows(3, (5, 17, 9))
     before = rows.run(rows.plan(name, rows.tree), is_latent=is_latent)
-    rows.kv[rows.seen(2, 0)] = NAN
-    rows.latents[rows.seen(2, 0)] = NAN
+    for pool in (rows.kv, rows.latents):
+        pool[rows.seen(1, 0)[:1]] = NAN
     after = rows.run(rows.plan(name, rows.tree), is_latent=is_latent)
-    assert torch.equal(after[:14], before[:14])
-    assert torch.equal(after[21:], before[21:])
-    assert after[14:21].isnan().all()
+    assert torch.equal(after[:3], before[:3])
+    assert torch.equal(after[6:], before[6:])
+    assert after[3:6].isnan().all()
 
 
 def test_the_cases_have_branches() -> None:
     """Else the tests above would hold for a causal mask."""
-    for make_rows in CASES[1:3]:
+    for make_rows in CASES[:2]:
         rows = make_rows()
         width = rows.bits.shape[1]
-        assert (depths(rows.bits, width)[:, -1] < width - 1).all()
+        assert (depths(rows.bits, width)[:, -1] < width - 1).any()

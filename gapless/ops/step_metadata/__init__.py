@@ -1,7 +1,7 @@
 """Index tensors of one decode step, from the slot list and the slot table.
 
-On a CUDA device one Triton launch makes them all; other devices take the torch chain that defines
-them, which is logged once.
+On a CUDA device one Triton launch makes them all, and another the moves of accepted tree paths;
+other devices take the torch chain that defines them, which is logged once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from gapless.ops.step_metadata.reference import (
     StepConstants,
     WindowIndices,
     kv_entries,
-    path_moves,
 )
 
 if TYPE_CHECKING:
@@ -48,12 +47,28 @@ def window_indices(
     tree: Tensor | None = None,  # [slots + 1, W_max] int64
 ) -> WindowIndices:
     """Derive a step's index tensors on the device. Contract: `reference.window_indices`."""
-    if slots.is_cuda and tree is None:
+    if slots.is_cuda:
         from gapless.ops.step_metadata import triton
 
-        return triton.window_indices(slots, columns, geometry, window=window)
+        return triton.window_indices(slots, columns, geometry, window=window, tree=tree)
     _log_fallback(slots.device.type)
     return reference.window_indices(slots, columns, geometry, constants, window=window, tree=tree)
+
+
+def path_moves(
+    path: Tensor,  # [B, W] int64: nodes of the accepted path, node 0 first
+    lens: Tensor,  # [B] int64: how many of them were kept; 0 for padded rows
+    slots: Tensor,  # [B] int64
+    seq_lens: Tensor,  # [B] int64: committed length before the window
+    page_table: Tensor,  # [slots + 1, P]
+    geometry: Geometry,
+) -> PathMoves:
+    """Return what `draft_tree.compact` moves. Contract: `reference.path_moves`."""
+    if path.is_cuda:
+        from gapless.ops.step_metadata import triton
+
+        return triton.path_moves(path, lens, slots, seq_lens, page_table, geometry)
+    return reference.path_moves(path, lens, slots, seq_lens, page_table, geometry)
 
 
 @cache
