@@ -17,8 +17,8 @@ import torch
 from gapless import LLM, SamplingParams
 from gapless.config import resolve
 from gapless.core.draft_shape import TreeShape
-from gapless.layers import recurrence
 from gapless.ops.draft_tree import TreeMask, unpack
+from gapless.ops.linear_replay import reference as linear_replay
 from gapless.ops.step_metadata import reference as step_metadata
 from gapless.ops.step_metadata import window_indices
 from gapless.runner import accept as accept_stage
@@ -289,7 +289,7 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "taps by storage": (step_metadata, "_path_taps", _by_storage),
     "attention to all before": (decode, "TreeMask", lambda s, b: TreeMask(s, _one_path(b))),
     "siblings in the recurrence": (
-        recurrence, "unpack", lambda bits, n: unpack(_one_path(bits), n)
+        linear_replay, "unpack", lambda bits, n: unpack(_one_path(bits), n)
     ),
     "nothing closed up": (accept_stage, "close_up", lambda *_: None),
     "KV not closed up": (accept_stage, "close_up", _some_stay("kv")),
