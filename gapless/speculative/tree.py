@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gapless.ops.draft_tree import ancestor_bits
 from gapless.speculative.drafter import Drafts
 
 if TYPE_CHECKING:
@@ -106,5 +105,13 @@ class DraftTree:
         return Drafts(
             tokens=torch.cat(self._tokens, dim=1).gather(1, chosen),
             counts=torch.full_like(chosen[:, 0], count),
-            bits=ancestor_bits(torch.cat((torch.zeros_like(above[:, :1]), above), dim=1)),
+            bits=self._ancestor_bits(torch.cat((torch.zeros_like(above[:, :1]), above), dim=1)),
         )
+
+    def _ancestor_bits(self, parents: Tensor) -> Tensor:  # [B, W] -> [B, W]
+        """Find what `draft_tree.ancestor_bits` does, depth by depth in place of node by node."""
+        own = 1 << torch.arange(parents.shape[1], device=parents.device)
+        bits = own.expand_as(parents)
+        for _ in range(self._shape.num_steps):
+            bits = bits.gather(1, parents) | own
+        return bits

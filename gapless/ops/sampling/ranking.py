@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gapless.ops.sampling.logprobs import most_likely
+import torch
+
 from gapless.ops.sampling.reference import NEG_INF
 
 if TYPE_CHECKING:
@@ -33,9 +34,16 @@ def rank_tokens(
     if noise is not None:
         is_greedy = (temperature == 0)[:, None]
         scaled = logits / temperature.to(logits.dtype)[:, None].masked_fill(is_greedy, 1.0)
-        perturbed = scaled + noise.masked_fill(is_greedy, 0.0)
+        perturbed = scaled.add_(noise.masked_fill(is_greedy, 0.0))
     best = perturbed.gather(1, sampled[:, None])
-    perturbed = perturbed.masked_fill(perturbed > best, NEG_INF)
-    ids, logprobs = most_likely(perturbed.log_softmax(-1), count)
-    # of a row without numbers, such as a padded one may be, the ids mean nothing
-    return ids.clamp(max=logits.shape[1] - 1), logprobs
+    # above what stands for a token that is taken, so that none is taken twice
+    nothing = torch.finfo(perturbed.dtype).min / 4
+    left = perturbed.masked_fill(perturbed > best, nothing).log_softmax(-1)
+    found: list[tuple[Tensor, Tensor]] = []
+    for _ in range(count):
+        # the first of several equal ones; a pass each, since `topk` leaves open which it takes
+        value, token = left.max(-1, keepdim=True)
+        left.scatter_(1, token, NEG_INF)
+        found.append((token, value))
+    tokens, logprobs = zip(*found, strict=True)
+    return torch.cat(tokens, dim=1), torch.cat(logprobs, dim=1)
