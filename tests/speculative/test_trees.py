@@ -17,6 +17,7 @@ import torch
 from gapless import LLM, SamplingParams
 from gapless.config import resolve
 from gapless.core.draft_shape import TreeShape
+from gapless.core.plan import DecodeRow, StepPlan
 from gapless.ops.draft_tree import TreeMask, unpack
 from gapless.ops.linear_replay import reference as linear_replay
 from gapless.ops.step_metadata import reference as step_metadata
@@ -25,6 +26,7 @@ from gapless.runner import accept as accept_stage
 from gapless.runner import decode
 from gapless.runner.accept import close_up
 from tests.engine_fixtures import runner_of
+from tests.runner.test_steps import changed, of_slot
 from tests.speculative.oracle import TreeOracle, with_tree_oracle
 
 if TYPE_CHECKING:
@@ -243,6 +245,26 @@ def test_cached_prefixes(tiny_model: TinyModel, make_trees: MakeTrees, name: str
         assert llm.generate(prompt, params).token_ids == expected
         prompt = [*prompt, *expected, 60 + turn, 61, 62]
     assert llm.engine.scheduler.cache_counters.num_hits == 3
+
+
+def test_done_rows_stay_bit_identical(make_trees: MakeTrees) -> None:
+    llm = make_trees(nodes=8, max_running_requests=3)
+    streams = [llm.stream(prompts()[i], PARAMS[i]) for i in (1, 5)]
+    for stream in streams:
+        next(stream)
+        next(stream)
+    runner, requests = runner_of(llm), list(llm.engine.scheduler._running)
+    device, (running, done) = runner.device, (request.slot for request in requests)
+    device.table.columns.done[done] = True
+    before = {slot: of_slot(device, slot) for slot in (running, done)}
+    rows = tuple(DecodeRow(request, request.slot) for request in requests)
+    for _ in range(4):
+        result = runner.run(StepPlan(0, (), rows, (), 100)).wait()
+        assert result.decode_lens[0] > 0
+        assert result.decode_lens[1] == 0
+    after = {slot: of_slot(device, slot) for slot in (running, done)}
+    assert changed(before[running], after[running]) >= {"0.conv", "0.d", "draft_bits", "3.kv"}
+    assert changed(before[done], after[done]) == set()
 
 
 def _one_path(columns: Any) -> Any:
