@@ -58,7 +58,15 @@ class EngineOptions:
     """Where drafts come from: the checkpoint's MTP layer, or a look-up in the request's own text;
     auto: mtp where the checkpoint has its weights."""
     speculative_num_steps: int | None = None
-    """Tokens drafted per step, 0 to 15; 0 decodes plainly. Default 3 with a drafter."""
+    """Passes of the drafter per step, 0 to 15, and so the tokens of the longest run of drafts; 0
+    decodes plainly. Default 3 with a drafter."""
+    speculative_topk: int = 1
+    """Tokens proposed after each draft that is gone on from: 1 drafts a chain, more a tree (mtp
+    only)."""
+    speculative_num_draft_tokens: int | None = None
+    """Tokens that a step verifies per request, at most 16: the newest one, which is the root of the
+    tree, and its drafts. A chain has speculative_num_steps + 1; default of a tree: 8, or as close
+    to it as its shape allows."""
     speculative_simulate_acceptance: float | None = None
     """Mean tokens per step to pretend, for benchmarks with --load-format dummy."""
     num_threads: int | None = None

@@ -100,6 +100,7 @@ def run_recurrence(
         out = replay_window(
             *arguments, memory.replay, batch.replay,
             recurrence=spec.recurrence, l2norm_eps=spec.l2norm_eps, scale=inputs.scale,
+            ancestors=batch.ancestors,
         )  # fmt: skip
     else:
         out = chunk_prefill(

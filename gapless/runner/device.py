@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gapless.attention.backend import AttentionBackend, make_backend
+from gapless.core.draft_shape import most_emitted, step_reach
 from gapless.core.footprint import mtp_mixer
 from gapless.core.parallel import architecture_of_rank
 from gapless.runner.pools import Pools, make_geometry, make_pools
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from gapless.config.resolve import Config
     from gapless.core.architecture import PagedSpec
+    from gapless.core.draft_shape import TreeShape
     from gapless.layers.batch import LayerMemory
     from gapless.layers.placement import Communicator, Placement
     from gapless.models.decoder import Decoder
@@ -41,10 +43,22 @@ class Device:
     num_page_columns: int
     device: torch.device
     drafter: Drafter | None
+    tree: TreeShape | None
+    """How drafts branch; None: windows are chains."""
     window_offsets: Tensor  # 0 .. W_max, so that no step makes them
     communicator: Communicator
     simulated_acceptance: float | None
     """Mean tokens per step to pretend, for benchmarks on made-up weights."""
+
+    @property
+    def most_emitted(self) -> int:
+        """Tokens that a step emits at most."""
+        return most_emitted(self.geometry.max_window, self.tree)
+
+    @property
+    def step_reach(self) -> int:
+        """Positions that a step reaches from its committed length on, drafting included."""
+        return step_reach(self.geometry.max_window, self.tree)
 
     @property
     def memory(self) -> Sequence[LayerMemory]:
@@ -79,7 +93,8 @@ class Device:
 
 def num_positions(config: Config) -> int:
     """Positions that a step may name: the context, and how far steps run ahead of it."""
-    return config.max_model_len + 3 * config.max_window
+    window, tree = config.max_window, config.tree
+    return config.max_model_len + most_emitted(window, tree) + step_reach(window, tree) + 1
 
 
 def _attention_of_rank(model: Decoder, config: Config, place: Placement) -> list[PagedSpec]:
@@ -118,6 +133,7 @@ def make_device(model: Decoder, mtp: MtpHead | None, config: Config, place: Plac
             page_table=table.columns.page_table,
             geometry=geometry,
             place=place,
+            tree=config.tree,
         )
     elif config.drafter == "ngram":
         drafter = NgramDrafter(
@@ -135,6 +151,7 @@ def make_device(model: Decoder, mtp: MtpHead | None, config: Config, place: Plac
         num_page_columns=num_page_columns,
         device=place.device,
         drafter=drafter,
+        tree=config.tree,
         window_offsets=torch.arange(config.max_window + 1, device=place.device),
         communicator=place.communicator,
         simulated_acceptance=config.simulated_acceptance,

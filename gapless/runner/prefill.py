@@ -193,14 +193,14 @@ class PrefillRunner:
         sampled = [s.request for s in segments if s.is_last]
         masks = None
         if any(request.is_constrained for request in sampled):
-            self._masks.send(sampled, [()] * len(sampled), 1)
+            self._masks.send(sampled, [NO_DRAFTS] * len(sampled), 1)
             masks = self._masks.rows(len(sampled), 1)
         chunk = _Chunk(
             layout=layout,
             inputs=inputs,
             num_sampled=len(sampled),
             mode=sampling_mode(request.params for request in sampled),
-            kv_len=max(s.end for s in segments) + device.geometry.max_window,
+            kv_len=max(s.end for s in segments) + device.step_reach,
             num_top=num_top(request.params.logprobs for request in sampled),
             masks=masks,
         )
@@ -254,7 +254,11 @@ class PrefillRunner:
             logits = device.model.logits(hidden.index_select(0, inputs["last_token"]))
             # the prompt's last token is a window of one: it commits, and the sample follows it
             verified = Verified(
-                inputs["sampled_slots"], inputs["sampled_start"], inputs["sampled_end"], logits
+                inputs["sampled_slots"],
+                inputs["sampled_start"],
+                inputs["sampled_end"],
+                logits,
+                None,
             )
             accepted = accept(device, verified, chunk.mode, chunk.num_top, chunk.masks)
             self._first_tokens[: chunk.num_sampled].copy_(accepted.newest)

@@ -24,6 +24,11 @@ QUESTIONS = [
     )
 ]
 OPTIONS: dict[str, Any] = {"max_running_requests": 4, "max_model_len": 256, "dtype": "float32"}
+DRAFTING: list[dict[str, int]] = [
+    {"speculative_num_steps": 0},
+    {"speculative_num_steps": 3},
+    {"speculative_num_steps": 3, "speculative_topk": 3, "speculative_num_draft_tokens": 12},
+]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=60),
     SamplingParams(temperature=0.8, seed=3, max_tokens=60),
@@ -37,18 +42,18 @@ PENALISED = [
 
 
 @pytest.mark.parametrize("params", [PARAMS, PENALISED])
-@pytest.mark.parametrize("num_steps", [0, 3])
-def test_tokens_as_on_the_cpu(num_steps: int, params: list[SamplingParams]) -> None:
+@pytest.mark.parametrize("drafting", DRAFTING)
+def test_tokens_as_on_the_cpu(drafting: dict[str, int], params: list[SamplingParams]) -> None:
     found = [
-        LLM(device=device, speculative_num_steps=num_steps, **OPTIONS).generate(QUESTIONS, params)
+        LLM(device=device, **drafting, **OPTIONS).generate(QUESTIONS, params)
         for device in ("cuda", "cpu")
     ]
     for on_gpu, on_cpu in zip(*found, strict=True):
         assert on_gpu.token_ids == on_cpu.token_ids
 
 
-@pytest.mark.parametrize("num_steps", [0, 3])
-def test_grammars_are_followed_as_on_the_cpu(num_steps: int) -> None:
+@pytest.mark.parametrize("drafting", DRAFTING)
+def test_grammars_are_followed_as_on_the_cpu(drafting: dict[str, int]) -> None:
     pytest.importorskip("xgrammar")
     schema = {
         "type": "object",
@@ -61,7 +66,7 @@ def test_grammars_are_followed_as_on_the_cpu(num_steps: int) -> None:
         PARAMS[1],
     ]
     found = [
-        LLM(device=device, speculative_num_steps=num_steps, **OPTIONS).generate(QUESTIONS, params)
+        LLM(device=device, **drafting, **OPTIONS).generate(QUESTIONS, params)
         for device in ("cuda", "cpu")
     ]
     for on_gpu, on_cpu in zip(*found, strict=True):
@@ -69,8 +74,9 @@ def test_grammars_are_followed_as_on_the_cpu(num_steps: int) -> None:
     assert re.fullmatch("[a-f]{3,9}(x|yz)", found[0][1].text)
 
 
-def test_steady_steps_are_one_graph_each_and_never_sync() -> None:
-    llm = LLM(device="cuda", **OPTIONS)
+@pytest.mark.parametrize("drafting", DRAFTING[1:])
+def test_steady_steps_are_one_graph_each_and_never_sync(drafting: dict[str, int]) -> None:
+    llm = LLM(device="cuda", **drafting, **OPTIONS)
     params = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
     streams = [llm.stream(question, params) for question in QUESTIONS]
     for stream in streams:
@@ -93,9 +99,9 @@ def test_steady_steps_are_one_graph_each_and_never_sync() -> None:
         stream.close()
 
 
-@pytest.mark.parametrize("num_steps", [0, 3])
-def test_nothing_is_compiled_once_the_engine_is_ready(num_steps: int) -> None:
-    llm = LLM(device="cuda", speculative_num_steps=num_steps, **OPTIONS | {"dtype": "bfloat16"})
+@pytest.mark.parametrize("drafting", DRAFTING)
+def test_nothing_is_compiled_once_the_engine_is_ready(drafting: dict[str, int]) -> None:
+    llm = LLM(device="cuda", **drafting, **OPTIONS | {"dtype": "bfloat16"})
     llm.generate(QUESTIONS, PARAMS)
     llm.generate([[5] * length for length in (1, 3, 17, 40, 100)] * 2, PARAMS[0])
     history = [*QUESTIONS[0], {"role": "assistant", "content": "24"}, *QUESTIONS[1]]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 TOKENS = [7, 9, 11, 13, 15, 17, 19]
 
 
-def _of_slot(device: Device, slot: int) -> dict[str, Tensor]:
+def of_slot(device: Device, slot: int) -> dict[str, Tensor]:
     """Everything on the device that belongs to a slot, copied."""
     geometry, columns = device.geometry, device.table.columns
     found = {f"table.{n}": c[slot] for n, c in vars(columns).items()}
@@ -48,7 +48,7 @@ def _of_slot(device: Device, slot: int) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
-def _changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> set[str]:
+def changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> set[str]:
     return {
         name
         for name, tensor in before.items()
@@ -78,13 +78,13 @@ def _decode_done(forced: TeacherForced, steps: int) -> None:
 
 def test_done_row_and_idle_slots_stay_bit_identical(tiny_checkpoint: Path) -> None:
     forced = _started(tiny_checkpoint)
-    before = {slot: _of_slot(forced.device, slot) for slot in (0, 1, 2, 3)}
+    before = {slot: of_slot(forced.device, slot) for slot in (0, 1, 2, 3)}
     _decode_done(forced, 6)
-    after = {slot: _of_slot(forced.device, slot) for slot in (0, 1, 2, 3)}
-    assert _changed(before[0], after[0]) >= {"0.conv", "0.d", "0.state", "3.kv"}
-    assert _changed(before[1], after[1]) <= {"table.done"}
-    assert _changed(before[2], after[2]) == set()
-    assert _changed(before[3], after[3]) == set()
+    after = {slot: of_slot(forced.device, slot) for slot in (0, 1, 2, 3)}
+    assert changed(before[0], after[0]) >= {"0.conv", "0.d", "0.state", "3.kv"}
+    assert changed(before[1], after[1]) <= {"table.done"}
+    assert changed(before[2], after[2]) == set()
+    assert changed(before[3], after[3]) == set()
 
 
 def test_planted_done_row_that_is_not_renamed_moves(
@@ -98,10 +98,10 @@ def test_planted_done_row_that_is_not_renamed_moves(
 
     monkeypatch.setattr(decode, "window_indices", not_renamed)
     forced = _started(tiny_checkpoint)
-    before = _of_slot(forced.device, 1)
+    before = of_slot(forced.device, 1)
     with pytest.raises(AssertionError, match="a done row emits nothing"):
         _decode_done(forced, 6)
-    assert _changed(before, _of_slot(forced.device, 1)) > {"0.d", "3.kv"}
+    assert changed(before, of_slot(forced.device, 1)) > {"0.d", "3.kv"}
 
 
 def test_null_slot_stays_done_at_length_zero(tiny_checkpoint: Path) -> None:
