@@ -16,6 +16,7 @@ from gapless.errors import BackendUnavailable
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    import numpy as np
     from torch import Tensor
 
     from gapless.core.architecture import PagedSpec
@@ -73,10 +74,37 @@ class AttentionBackend(Protocol):
         *,
         kv_len: int,
         first: int = 0,
+        host_plan: str | None = None,
     ) -> PlannedAttention:
         """Plan a window with device operations.
 
         `kv_len` bounds every row's length, window included; positions below `first` do not exist.
+        `host_plan` names the plan that `plan_host` makes of these rows, where it makes one: before
+        the window runs, and again before each replay.
+        """
+        ...
+
+    def plan_host(
+        self,
+        name: str,
+        ends: np.ndarray,  # [B] int64
+        *,
+        width: int,  # W
+        kv_len: int,
+        first: int = 0,
+    ) -> None:
+        """Plan a window on the host, whose rows' last positions are those before `ends`.
+
+        Called if the backend `needs_cpu_seq_lens`, on the stream that the window will wait for.
+        Rows that name the null slot may have any end. Never waits for the device.
+        """
+        ...
+
+    def update_verify_buffers_to_fill_after_draft(self, name: str) -> None:
+        """Fill again what of a host plan depends on drafts: links and masks of draft trees.
+
+        Called on the stream of the step, once drafting is over, if the plan was made beside it.
+        A backend that plans trees on the host must implement it.
         """
         ...
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gapless.ops.mla import prefill_latent_attention, window_latent_attention
 from gapless.ops.paged_attention import prefill_attention, window_attention
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class ReferenceAttention:
         *,
         kv_len: int,
         first: int = 0,
+        host_plan: str | None = None,
     ) -> _Window:
         """See `AttentionBackend`."""
         pages = page_table.index_select(0, slots).index_select(1, self._page_index[first:kv_len])
@@ -87,6 +92,14 @@ class ReferenceAttention:
         beyond = kv_positions > positions[:, -1:]
         kv_read = torch.where(beyond, entries[:, :1], entries)
         return _Window(kv_read, kv_positions <= positions[:, :, None])
+
+    def plan_host(
+        self, name: str, ends: np.ndarray, *, width: int, kv_len: int, first: int = 0
+    ) -> None:
+        """See `AttentionBackend`: nothing, all is planned on the device."""
+
+    def update_verify_buffers_to_fill_after_draft(self, name: str) -> None:
+        """See `AttentionBackend`: nothing, all is planned on the device."""
 
     def plan_prefill(
         self, kv_read: Tensor, segments: tuple[tuple[int, int, int, int], ...]

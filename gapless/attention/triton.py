@@ -110,9 +110,18 @@ class TritonAttention:
         *,
         kv_len: int,
         first: int = 0,
+        host_plan: str | None = None,
     ) -> _Window:
         """See `AttentionBackend`."""
         return _Window(slots, positions, page_table, self._page_size, kv_len, first)
+
+    def plan_host(
+        self, name: str, ends: np.ndarray, *, width: int, kv_len: int, first: int = 0
+    ) -> None:
+        """See `AttentionBackend`: nothing, all is planned on the device."""
+
+    def update_verify_buffers_to_fill_after_draft(self, name: str) -> None:
+        """See `AttentionBackend`: nothing, all is planned on the device."""
 
     def plan_prefill(
         self, kv_read: Tensor, segments: tuple[tuple[int, int, int, int], ...]

@@ -50,6 +50,21 @@ class EngineOptions:
     """Most prompt tokens run in one step; default: 8192 on a GPU, 512 on a CPU."""
     page_size: int | None = None
     """Tokens per KV page; default 16."""
+    disable_overlap_schedule: bool = False
+    """Read each step before the next is planned; by default the host runs one step ahead of the
+    device."""
+    disable_cuda_graph: bool = False
+    """Launch decode steps kernel by kernel, each set up anew; by default a step of a kind is
+    captured once and replayed (on a CPU: set up once)."""
+    stage_graphs: bool = False
+    """A graph for each stage of a decode step (verify, accept, extend, draft); by default stages
+    without host work between them share one."""
+    disable_fused_metadata: bool = False
+    """Make the index tensors of decode steps with a chain of torch operations, on a GPU too; by
+    default one kernel makes them there."""
+    plan_stream: bool = False
+    """Run the host's attention plans on a stream of their own, beside the drafting of the step
+    before; for attention backends that plan on the host."""
     attention_backend: Literal["auto", "triton", "reference"] = "auto"
     """Kernels of full attention; auto: triton on a GPU where it serves the model."""
     linear_replayssm_cache_len: int | None = None

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gapless.config.switches import Graphs
 from gapless.runner.stages import Stage, cut_at_seams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
+
+    from gapless.core.counters import LaunchCounters
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +25,11 @@ logger = logging.getLogger(__name__)
 class StepGraph:
     """The stages of one step for one key."""
 
-    def __init__(self, stages: Sequence[Stage], capture: Capture | None) -> None:
-        self._runs = cut_at_seams(stages)
+    def __init__(
+        self, stages: Sequence[Stage], capture: Capture | None, kind: Graphs = Graphs.STEP
+    ) -> None:
+        is_whole = kind is not Graphs.STAGE
+        self._runs = cut_at_seams(stages) if is_whole else [[stage] for stage in stages]
         self._graphs: list[torch.cuda.CUDAGraph] | None = None
         self._output: Any = None
         if capture is not None:
@@ -92,25 +98,40 @@ class GraphRunner:
     """Keeps one `StepGraph` per key.
 
     On CUDA the keys that `capture` was called with are captured, and all others run as they are,
-    launch by launch: nothing is captured once the engine is ready.
+    launch by launch: nothing is captured once the engine is ready. Without graphs a step is set up
+    each time.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._capture = Capture() if device.type == "cuda" else None
+    def __init__(
+        self, device: torch.device, kind: Graphs = Graphs.STEP, *, counters: LaunchCounters
+    ) -> None:
+        is_captured = device.type == "cuda" and kind is not Graphs.NONE
+        self._capture = Capture() if is_captured else None
+        self._kind = kind
+        self._counters = counters
         self._graphs: dict[Hashable, StepGraph] = {}
 
     def capture(self, key: Hashable, make_stages: Callable[[], Sequence[Stage]]) -> None:
         """Make the graph of `key`; `make_stages` must leave null inputs in the buffers."""
-        graph = self._graphs[key] = StepGraph(make_stages(), self._capture)
+        assert self._kind is not Graphs.NONE, "a step without a graph is not captured"
+        graph = self._graphs[key] = self._make(make_stages, self._capture)
         logger.debug("step graph %s: %d launch(es)", key, graph.num_launches)
 
     def get(self, key: Hashable, make_stages: Callable[[], Sequence[Stage]]) -> StepGraph:
         """Return the graph of `key`, uncaptured if it is not among those that were."""
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = StepGraph(make_stages(), None)
-            logger.debug("step %s runs uncaptured", key)
+            graph = self._make(make_stages, None)
+            if self._kind is not Graphs.NONE:
+                self._graphs[key] = graph
+                logger.debug("step %s runs uncaptured", key)
         return graph
+
+    def _make(
+        self, make_stages: Callable[[], Sequence[Stage]], capture: Capture | None
+    ) -> StepGraph:
+        self._counters.num_setups += 1
+        return StepGraph(make_stages(), capture, self._kind)
 
     def clear(self) -> None:
         """Destroy all graphs; one that is asked for later runs uncaptured."""

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from gapless.core.counters import LaunchCounters
 from gapless.core.plan import PrefillSegment, StepPlan, StepResult
 from gapless.runner.compiles import CompileCounter
 from gapless.runner.decode import DecodeRunner
+from gapless.runner.host_plans import HostPlans
 from gapless.runner.host_tier import HostTier
 from gapless.runner.inputs import Download, Ticket
 from gapless.runner.masks import MaskUpload
@@ -101,7 +103,11 @@ class Runner:
         results = torch.zeros(self._num_emitted + segments, dtype=torch.int64, device=device.device)
         emitted = results[: self._num_emitted].view(rows, 2 + self._window)
         masks = MaskUpload(device, rows, self._window)
-        self._decode = DecodeRunner(device, config, emitted, masks)
+        self.launches = LaunchCounters()
+        self._host_plans = (
+            HostPlans(device, config, self.launches) if device.needs_cpu_seq_lens else None
+        )
+        self._decode = DecodeRunner(device, config, emitted, masks, self._host_plans, self.launches)
         self._saver = Saver(device)
         self._prefill = PrefillRunner(device, config, results[self._num_emitted :], masks)
         self._tier = HostTier(device, config) if config.num_host_pages else None
@@ -117,6 +123,8 @@ class Runner:
             if plan.page_copies:
                 self._saver.copy_pages(plan.page_copies)
             prefill = self._prefill.run(plan.prefill) if plan.prefill else None
+            if self._host_plans is not None and plan.prefill:
+                self._host_plans.admit(plan.prefill)
             decode = self._decode.run(plan) if plan.decode else None
             tokens = self._results.fetch(self._num_emitted + len(plan.sampled))
         return StepHandle(
