@@ -1,12 +1,14 @@
 """The whole engine on a GPU: tokens per second, and where a step's time goes.
 
-    python -m benchmarks.gpu.engine --model 35b-a3b [--batches 1,8,32] [--steps 0,3] [--output ...]
+    python -m benchmarks.gpu.engine --model 35b-a3b [--batches 1,8,32] [--steps 0,3] [--tp 1,2]
+        [--output ...]
 
 Weights are made up, prompts random, requests greedy and of fixed length; with drafts, acceptance is
 forced to 3.0 tokens per step, since made-up weights accept nothing. Tokens per second are those of
 decode, from the last request's first token on. The breakdown is of a few steps under torch's
 profiler, whose own cost the seam share leaves out: kernels' time over the time from the first to
-the last of them.
+the last of them. With --tp it is rank 0's, and the share of communication is the time of its
+kernels that send and await, waiting included, over a step's time.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from datetime import date
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ FORCED_ACCEPTANCE = 3.0
 
 # kernels by the first pattern that their name begins with, then by what it holds
 CLASSES = (
+    ("communication", ("nccl", "_peer_sum")),
     ("moe", ("_route", "_gathered", "_grouped", "_sort", "_combine")),
     ("linear state", ("_replay", "_materialize", "_delta_gates", "_normalize", "chunk_")),
     ("attention", ("_window_kernel", "_window_combine", "_prefill", "_qk_norm_rope")),
@@ -52,6 +55,7 @@ class Figures:
     """One engine at one batch size."""
 
     model: str
+    tp: int
     num_drafts: int
     ssm_dtype: str
     batch: int
@@ -68,6 +72,8 @@ class Figures:
     gap_share: float
     """Of a step's time, what lies between its own kernels."""
     ms_by_class: dict[str, float]
+    communication_share: float
+    """Of a step's time, what ranks send each other and wait for."""
 
 
 def prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
@@ -83,16 +89,20 @@ def measure(llm: LLM, model: str, batch: int, output_len: int, vocab_size: int) 
     timing = time_requests(llm, asked, output_len)
     config = llm.engine.config
     decode_steps = timing.counters.num_steps / batch
+    ms_per_step = timing.decode_seconds / decode_steps * 1e3
+    looked = look_into(llm, asked)
     return Figures(
         model=model,
+        tp=config.tp,
         num_drafts=config.max_window - 1,
         ssm_dtype=config.ssm_dtype,
         batch=batch,
         tokens_per_second=timing.decode_tokens / timing.decode_seconds,
-        ms_per_step=timing.decode_seconds / decode_steps * 1e3,
+        ms_per_step=ms_per_step,
         tokens_per_step=timing.counters.accepted_len,
         first_token_ms=timing.first_token_seconds * 1e3,
-        **look_into(llm, asked),
+        communication_share=looked["ms_by_class"].get("communication", 0.0) / ms_per_step,
+        **looked,
     )
 
 
@@ -196,20 +206,20 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
     figures, prefills, starts = [], [], []
     with tempfile.TemporaryDirectory() as root:
         path = write_checkpoint(asked.model, Path(root))
-        for ssm_dtype in asked.ssm_dtypes.split(","):
+        for tp, ssm_dtype in product(map(int, asked.tp.split(",")), asked.ssm_dtypes.split(",")):
             for num_drafts in map(int, asked.steps.split(",")):
                 options: dict[str, Any] = {"speculative_num_steps": num_drafts}
                 if num_drafts:
                     options["speculative_simulate_acceptance"] = FORCED_ACCEPTANCE
                 started = time.perf_counter()
                 llm = LLM(
-                    str(path), load_format="dummy", device="cuda", ssm_dtype=ssm_dtype,
+                    str(path), load_format="dummy", device="cuda", tp=tp, ssm_dtype=ssm_dtype,
                     max_running_requests=max(map(int, asked.batches.split(","))),
                     max_model_len=asked.max_model_len, seed=0, **options,
                 )  # fmt: skip
                 ready = time.perf_counter() - started
-                starts.append({"num_drafts": num_drafts, "seconds": ready})
-                print(f"{asked.model} k={num_drafts} {ssm_dtype}: ready in {ready:.1f} s")
+                starts.append({"tp": tp, "num_drafts": num_drafts, "seconds": ready})
+                print(f"{asked.model} tp={tp} k={num_drafts} {ssm_dtype}: ready in {ready:.1f} s")
                 vocab_size = MODELS[asked.model]["vocab_size"]
                 for batch in map(int, asked.batches.split(",")):
                     output_len = 768 if batch == 1 else 256
@@ -234,21 +244,28 @@ def print_figures(found: Figures) -> None:
         f"x{found.tokens_per_step:.2f} TTFT {found.first_token_ms:.0f} ms, host "
         f"{found.host_us_per_step:.0f} us, graphs {found.graph_launches:.1f}, launches "
         f"{found.kernel_launches:.1f}, blocking {found.blocking_calls:.1f}, seams "
-        f"{found.seam_share:.1%}, gaps {found.gap_share:.1%}"
+        f"{found.seam_share:.1%}, gaps {found.gap_share:.1%}, communication "
+        f"{found.communication_share:.1%}"
     )
     print("       " + ", ".join(f"{k} {v:.3f}" for k, v in found.ms_by_class.items()), flush=True)
 
 
-def main() -> None:
-    """Run what is asked for."""
+def make_parser() -> argparse.ArgumentParser:
+    """Command line of `run`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="35b-a3b")
     parser.add_argument("--batches", default="1,8,32,64,128")
     parser.add_argument("--steps", default="0,3", help="tokens drafted per step")
+    parser.add_argument("--tp", default="1", help="GPUs that the model is split over")
     parser.add_argument("--ssm-dtypes", default="float32")
     parser.add_argument("--max-model-len", type=int, default=8448)
     parser.add_argument("--output", type=Path)
-    asked = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Run what is asked for."""
+    asked = make_parser().parse_args()
     record = {
         "command": " ".join(["python -m benchmarks.gpu.engine", *sys.argv[1:]]),
         "date": str(date.today()),

@@ -58,6 +58,22 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": _layer_types(40),
         "tie_word_embeddings": False,
     },
+    # more than one GPU of 141 GB holds in bfloat16
+    "80b-a3b": {
+        **HYBRID,
+        **EXPERTS,
+        "model_type": "qwen3_next",
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "intermediate_size": 5120,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "vocab_size": 151_936,
+        "layer_types": _layer_types(48),
+        "tie_word_embeddings": False,
+    },
     "4b": {
         **HYBRID,
         "model_type": "qwen3_5_text",

@@ -1,9 +1,12 @@
 """All GPU figures in one run: right first, then how fast.
 
     python -m benchmarks.gpu.run --kernels [--only attention,small_ops] [--output figures.json]
+    python -m benchmarks.gpu.run --engine [--tp 2] [--output figures.json]
 
 Each module compares its kernels with their definitions and then times them. A module whose checks
-fail prints no figure, and the run fails.
+fail prints no figure, and the run fails. The engine is measured with one request and with 64, with
+drafts and without; with --tp on one GPU and on several, and several also serve a model that one
+cannot hold.
 """
 
 from __future__ import annotations
@@ -98,20 +101,65 @@ def _seconds(run: Callable[[], object]) -> float:
     return statistics.median(times[2:])
 
 
+def run_engine(tp: int) -> dict[str, Any]:
+    """Measure the engine on one GPU, and on `tp` beside what their sums cost."""
+    from benchmarks.gpu import communication, engine
+
+    def decode(*args: str) -> dict[str, Any]:
+        return engine.run(engine.make_parser().parse_args(args))
+
+    found: dict[str, Any] = {}
+    if tp > 1:
+        found["communication"] = communication.measure(tp)
+        print_table(found["communication"])
+    sizes = "1" if tp == 1 else f"1,{tp}"
+    found["engine"] = decode("--tp", sizes, "--batches", "1,64", "--steps", "3,0")
+    if tp > 1:
+        found["speedup"] = speedups(found["engine"]["figures"])
+        print_table(found["speedup"])
+        found["large"] = decode(
+            "--model", "80b-a3b", "--tp", str(tp), "--batches", "1", "--steps", "3"
+        )
+    return found
+
+
+def speedups(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tokens per second on several GPUs over those on one, by drafts and batch."""
+    one = {(row["num_drafts"], row["batch"]): row for row in figures if row["tp"] == 1}
+    return [
+        {
+            "tp": row["tp"],
+            "num_drafts": row["num_drafts"],
+            "batch": row["batch"],
+            "speedup": row["tokens_per_second"]
+            / one[row["num_drafts"], row["batch"]]["tokens_per_second"],
+            "communication_share": row["communication_share"],
+        }
+        for row in figures
+        if row["tp"] > 1
+    ]
+
+
 def main() -> int:
     """Run what is asked for, print it, and write the file if one is named."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--engine", action="store_true")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs, with --engine")
     parser.add_argument("--only", default=",".join(MODULES))
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
-    if not asked.kernels:
-        parser.error("nothing to run; want --kernels")
+    if not (asked.kernels or asked.engine):
+        parser.error("nothing to run; want --kernels or --engine")
+    if asked.tp != 1 and not asked.engine:
+        parser.error("--tp is of --engine; leave it out")
     device = torch.device("cuda")
     report, ceilings = Report(), bandwidths(device)
     print("TB/s: " + ", ".join(f"{name} {value:.2f}" for name, value in ceilings.items()))
-    for name in asked.only.split(","):
-        report.run(name, device)
+    if asked.kernels:
+        for name in asked.only.split(","):
+            report.run(name, device)
+    engine = run_engine(asked.tp) if asked.engine else None
     if asked.output is not None:
         record = {
             "command": " ".join(["python -m benchmarks.gpu.run", *sys.argv[1:]]),
@@ -121,6 +169,7 @@ def main() -> int:
             "bandwidth_TB_s": ceilings,
             "checks": report.checks,
             "figures": report.figures,
+            "engine": engine,
         }
         asked.output.write_text(json.dumps(record, indent=1) + "\n")
     print(f"failed: {', '.join(report.failed)}" if report.failed else "all checks hold")

@@ -191,7 +191,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if is_dataclass(value):
         for field in fields(value):
             yield from _tensors(getattr(value, field.name))
-    else:
+    elif value is not None:
         yield value
 
 
@@ -519,7 +519,8 @@ def _metadata_ops(device: torch.device) -> Iterator[Op]:
         table = Table(window, device)
         slots = table.slots(rows, 0)
         found = metadata.window_indices(slots, table.columns, table.geometry, window=window)
-        written = float(sum(t.nbytes for t in _tensors(found)))
+        # a chain's logical positions are its storage positions, the same tensor
+        written = float(sum({t.data_ptr(): t.nbytes for t in _tensors(found)}.values()))
 
         def kernel(t: Table = table, s: Tensor = slots, w: int = window) -> object:
             return metadata.window_indices(s, t.columns, t.geometry, window=w)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gapless.core.architecture import PagedSpec
+    from gapless.ops.draft_tree import TreeMask
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +75,20 @@ class AttentionBackend(Protocol):
         *,
         kv_len: int,
         first: int = 0,
+        tree: TreeMask | None = None,
         host_plan: str | None = None,
     ) -> PlannedAttention:
         """Plan a window with device operations.
 
         `kv_len` bounds every row's length, window included; positions below `first` do not exist.
+        A row's positions ascend, and its length is its last position + 1.
+
+        Without `tree` a token sees the positions up to its own. With it `positions` are storage
+        positions, and a token sees those below the row's `start` and those of its bits, its own
+        among them; `start` is at most the row's first position. The queries may be some nodes of a
+        larger tree, as long as no node that they see is stored past the row's length. What no
+        query of a row sees is never read into a result, and may hold NaN.
+
         `host_plan` names the plan that `plan_host` makes of these rows, where it makes one: before
         the window runs, and again before each replay.
         """

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from gapless.ops.draft_tree import MAX_NODES, TreeMask
 from gapless.ops.mla import prefill_latent_attention, window_latent_attention
 from gapless.ops.paged_attention import prefill_attention, window_attention
 
@@ -83,15 +84,22 @@ class ReferenceAttention:
         kv_len: int,
         first: int = 0,
         host_plan: str | None = None,
+        tree: TreeMask | None = None,
     ) -> _Window:
         """See `AttentionBackend`."""
         pages = page_table.index_select(0, slots).index_select(1, self._page_index[first:kv_len])
         entries = pages * self._page_size + self._offset[first:kv_len]
         kv_positions = self._kv_positions[first:kv_len]
-        # what lies past a row's window belongs to nobody and may be NaN: read the first instead
-        beyond = kv_positions > positions[:, -1:]
-        kv_read = torch.where(beyond, entries[:, :1], entries)
-        return _Window(kv_read, kv_positions <= positions[:, :, None])
+        if tree is None:
+            mask = kv_positions <= positions[:, :, None]
+            # what lies past a row's window belongs to nobody and may be NaN: read the first instead
+            beyond = kv_positions > positions[:, -1:]
+            return _Window(torch.where(beyond, entries[:, :1], entries), mask)
+        mask = _tree_mask(tree, kv_positions)
+        # a position that no query sees may be NaN too: read one that some query sees instead
+        is_seen = mask.any(1)
+        seen = entries.gather(1, is_seen.long().argmax(1, keepdim=True))
+        return _Window(torch.where(is_seen, entries, seen), mask)
 
     def plan_host(
         self, name: str, ends: np.ndarray, *, width: int, kv_len: int, first: int = 0
@@ -106,3 +114,9 @@ class ReferenceAttention:
     ) -> _Prefill:
         """See `AttentionBackend`."""
         return _Prefill(kv_read, segments)
+
+
+def _tree_mask(tree: TreeMask, kv_positions: Tensor) -> Tensor:  # [B, Q, S] bool
+    node = kv_positions - tree.start[:, None]
+    bits = tree.bits[:, :, None] >> node.clamp(0, MAX_NODES)[:, None]
+    return (node < 0)[:, None] | (bits & 1 == 1)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from gapless.ops.draft_tree import TreeMask
 
 # up to here a step with fewer splits per row is worth a graph
 SHORT_KV_LEN = 2048
@@ -32,6 +33,7 @@ class _Window:
     page_size: int
     kv_len: int
     first: int
+    tree: TreeMask | None
 
     def run(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
         return paged_window_attention(
@@ -44,6 +46,7 @@ class _Window:
             page_size=self.page_size,
             kv_len=self.kv_len,
             first=self.first,
+            tree=self.tree,
         )
 
     def run_latent(self, q: Tensor, pool: Tensor, scale: float, *, value_dim: int) -> Tensor:
@@ -58,6 +61,7 @@ class _Window:
             page_size=self.page_size,
             kv_len=self.kv_len,
             first=self.first,
+            tree=self.tree,
         )
 
 
@@ -111,9 +115,10 @@ class TritonAttention:
         kv_len: int,
         first: int = 0,
         host_plan: str | None = None,
+        tree: TreeMask | None = None,
     ) -> _Window:
         """See `AttentionBackend`."""
-        return _Window(slots, positions, page_table, self._page_size, kv_len, first)
+        return _Window(slots, positions, page_table, self._page_size, kv_len, first, tree)
 
     def plan_host(
         self, name: str, ends: np.ndarray, *, width: int, kv_len: int, first: int = 0

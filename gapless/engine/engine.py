@@ -78,7 +78,7 @@ class Engine:
             self.scheduler, loaded.run, runs_ahead=self.config.switches.runs_ahead
         )
         self.launch_counters = loaded.runner.launches
-        self._close = loaded.close
+        self._loaded = loaded
         # by the scheduler's id, and the ids of all continuations by that of their request
         self._live: dict[str, _Live] = {}
         self._open: dict[str, list[str]] = {}
@@ -110,7 +110,20 @@ class Engine:
         logger.debug("prefix cache: %s", self.cache_counters)
         logger.debug("host: %s", self.loop_counters)
         logger.debug("device: %s", self.launch_counters)
-        self._close()
+        self._loaded.close()
+
+    @property
+    def sentinels(self) -> Sequence[int]:
+        """File descriptors that can be read once the engine cannot go on; see `check_ranks`."""
+        return self._loaded.sentinels
+
+    def check_ranks(self) -> None:
+        """Raise if the engine cannot go on, also while it has nothing to do.
+
+        Raises:
+            InternalError: a process that holds a part of the model has ended.
+        """
+        self._loaded.check()
 
     @property
     def stats(self) -> EngineStats:

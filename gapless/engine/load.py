@@ -79,6 +79,20 @@ class LoadedModel:
         """
         return self.runner.run(plan) if self.workers is None else self.workers.run(plan)
 
+    @property
+    def sentinels(self) -> Sequence[int]:
+        """File descriptors that can be read once a rank above 0 has ended."""
+        return () if self.workers is None else self.workers.sentinels
+
+    def check(self) -> None:
+        """Raise if not all ranks are there.
+
+        Raises:
+            InternalError: one has ended.
+        """
+        if self.workers is not None:
+            self.workers.check()
+
     def close(self) -> None:
         """End the worker processes, if there are any; the model cannot run afterwards."""
         if self.workers is not None:
@@ -95,8 +109,8 @@ def load(options: EngineOptions) -> LoadedModel:
     try:
         runner = build(recipe, 0, workers.communicator)
         workers.lead(runner)
-    except BaseException:
-        workers.close()
+    except BaseException as error:
+        workers.give_up(error)
         raise
     return LoadedModel(checkpoint, hf, config, runner, workers)
 

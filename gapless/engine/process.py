@@ -86,6 +86,7 @@ class EngineService:
     def __init__(self, engine: Engine, socket: zmq.Socket[bytes]) -> None:
         self._engine = engine
         self._socket = socket
+        self._poller = _poller(socket, engine.sentinels)
         self._answers: list[wire.Answer] = []
         # calls whose grammars are being compiled
         self._compiling: list[tuple[wire.Submit, list[Compilation]]] = []
@@ -110,8 +111,10 @@ class EngineService:
 
     def _take_calls(self) -> None:
         """Handle the calls that wait; without work, block until there is something to do."""
-        if not self._socket.poll(self._patience_ms()):
+        if not self._poller.poll(self._patience_ms()):
             return
+        # of a rank that ends, an idle engine hears here
+        self._engine.check_ranks()
         for _ in range(MAX_CALLS_PER_STEP):
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
@@ -193,6 +196,16 @@ class EngineService:
         if self._answers or self._updates or stats is not None:
             self._socket.send(wire.encode(wire.Report(self._answers, self._updates, stats)))
             self._answers, self._updates = [], []
+
+
+def _poller(socket: zmq.Socket[bytes], sentinels: Sequence[int]) -> zmq.Socket[bytes] | zmq.Poller:
+    """What says whether there are calls, or whether a rank has ended."""
+    if not sentinels:
+        return socket
+    poller = zmq.Poller()
+    for source in (socket, *sentinels):
+        poller.register(source, zmq.POLLIN)
+    return poller
 
 
 def _ready(engine: Engine) -> wire.Ready:

@@ -192,12 +192,17 @@ class Workers:
                 far_end.close()
                 self._links.append(_Link(rank, process, pipe))
             self._await(STARTED, START_LIMIT_S)
-            self.communicator = ProcessCommunicator(Meeting(device, file, 0, world_size))
+            meeting = Meeting(device, file, 0, world_size)
+            self.communicator = ProcessCommunicator(meeting, self.check)
         except BaseException:
             self.close()
             raise
         self._is_on_gpu = device == "cuda"
         self._runner: Runner | None = None
+        self._forgetting: list[Callable[[], None]] = []
+        if self._is_on_gpu:
+            self._leaving.append(partial(_leave_group, self.communicator, self._forgetting))
+            self._watch()
 
     def lead(self, runner: Runner) -> None:
         """Take `runner` as rank 0's, and block until every rank has loaded its part.
@@ -208,9 +213,7 @@ class Workers:
         self._await(READY, None)
         self._runner = runner
         if self._is_on_gpu:
-            leave = partial(_leave_group, self.communicator.abort, runner.forget_graphs)
-            self._leaving.append(leave)
-            self._watch()
+            self._forgetting.append(runner.forget_graphs)
 
     def run(self, plan: StepPlan) -> Handle:
         """Have all ranks run a plan.
@@ -227,8 +230,7 @@ class Workers:
             handle = self._runner.run(plan)
         except BaseException as error:
             # ranks that have not made the same calls never meet again
-            self._raise_if_ended(GRACE_S if isinstance(error, (OSError, RuntimeError)) else 0)
-            self.close()
+            self.give_up(error)
             raise
         return _WatchedHandle(handle, self)
 
@@ -242,6 +244,21 @@ class Workers:
             raise InternalError("the ranks of this engine were ended; make another engine")
         self._raise_if_ended(0)
 
+    def give_up(self, error: BaseException) -> None:
+        """End all workers after an error of rank 0.
+
+        Raises:
+            InternalError: a worker had ended, which is what the error comes from.
+        """
+        if not isinstance(error, InternalError):
+            self._raise_if_ended(GRACE_S if isinstance(error, (OSError, RuntimeError)) else 0)
+        self.close()
+
+    @property
+    def sentinels(self) -> Sequence[int]:
+        """File descriptors that can be read once a worker has ended."""
+        return [link.process.sentinel for link in self._links]
+
     def close(self) -> None:
         """End all workers; harmless when they have ended."""
         self._finalizer()
@@ -251,7 +268,7 @@ class Workers:
         deadline = None if limit_s is None else time.monotonic() + limit_s
         for link in self._links:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            found = connection.wait([link.pipe, *self._sentinels()], left)
+            found = connection.wait([link.pipe, *self.sentinels], left)
             report = _receive(link.pipe) if link.pipe in found else None
             if report == wanted:
                 continue
@@ -274,11 +291,8 @@ class Workers:
         ended = [link for link in self._links if link.process.sentinel in sentinels]
         return " and ".join(link.why() for link in ended)
 
-    def _sentinels(self) -> Sequence[int]:
-        return [link.process.sentinel for link in self._links]
-
     def _raise_if_ended(self, patience_s: float) -> None:
-        ended = connection.wait(self._sentinels(), patience_s)
+        ended = connection.wait(self.sentinels, patience_s)
         if not ended:
             return
         reason = self._why(ended)
@@ -289,7 +303,7 @@ class Workers:
         """Free the device from waiting for a rank that has ended; nothing else would."""
         threading.Thread(
             target=_abort_at_end,
-            args=(list(self._sentinels()), self.communicator, self._closing),
+            args=(list(self.sentinels), self.communicator, self._closing),
             name="gapless ranks",
             daemon=True,
         ).start()
@@ -355,15 +369,19 @@ def _abort_at_end(
         communicator.abort()
 
 
-def _leave_group(abort: Callable[[], None], forget_graphs: Callable[[], None]) -> None:
+def _leave_group(
+    communicator: ProcessCommunicator, forgetting: Sequence[Callable[[], None]]
+) -> None:
     """Free the GPU from waiting for other ranks, and leave their group.
 
     NCCL aborts what is under way at once, and then waits until no graph uses the group any more.
     """
-    thread = threading.Thread(target=abort, name="gapless leave", daemon=True)
+    thread = threading.Thread(target=communicator.abort, name="gapless leave", daemon=True)
     thread.start()
-    forget_graphs()
+    for forget_graphs in forgetting:
+        forget_graphs()
     thread.join(GRACE_S)
+    communicator.close()
 
 
 def _end(

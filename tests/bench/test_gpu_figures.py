@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ import torch
 from benchmarks.gpu import harness
 from benchmarks.gpu.engine import idle_shares, kernel_class
 from benchmarks.gpu.models import MODELS, write_checkpoint
+from benchmarks.gpu.run import speedups
 from gapless.config.hf import read_hf_config
 from gapless.models.registry import read_architecture
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize("name", MODELS)
 def test_models_have_the_shapes_that_they_are_named_after(name: str, tmp_path: Path) -> None:
     architecture = read_architecture(read_hf_config(write_checkpoint(name, tmp_path)))
-    wanted = {"35b-a3b": 34.7e9, "4b": 4.2e9, "small": 0.22e9}
+    wanted = {"35b-a3b": 34.7e9, "4b": 4.2e9, "small": 0.22e9, "80b-a3b": 79.7e9}
     assert architecture.num_parameters == pytest.approx(wanted[name], rel=0.12)
     assert architecture.num_mtp_layers == 1
 
@@ -31,12 +32,25 @@ def test_models_have_the_shapes_that_they_are_named_after(name: str, tmp_path: P
     ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "projections"),
     ("_rms_norm_kernel", "norm and conv"),
     ("_combine_kernel", "moe"),
+    ("_peer_sum_kernel", "communication"),
+    ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
     ("_window_combine_kernel", "attention"),
     ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16>", "projections"),
     ("void at::native::vectorized_elementwise_kernel<4>", "small kernels"),
 ])  # fmt: skip
 def test_kernels_are_sorted_into_classes(name: str, wanted: str) -> None:
     assert kernel_class(name) == wanted
+
+
+def test_speedups_are_over_one_gpu_with_the_same_drafts_and_batch() -> None:
+    figures: list[dict[str, Any]] = [
+        {"tp": tp, "num_drafts": k, "batch": batch, "tokens_per_second": speed,
+         "communication_share": 0.1 * tp}
+        for tp, k, batch, speed in [
+            (1, 0, 1, 10.0), (1, 3, 1, 20.0), (1, 3, 64, 100.0), (2, 3, 64, 150.0), (2, 3, 1, 30.0),
+        ]
+    ]  # fmt: skip
+    assert [(row["batch"], row["speedup"]) for row in speedups(figures)] == [(64, 1.5), (1, 1.5)]
 
 
 def test_idle_time_is_divided_into_seams_and_gaps() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import random
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from multiprocessing import active_children
+from multiprocessing import active_children, connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ import torch
 from gapless import LLM, ConfigError, EngineOptions, SamplingParams
 from gapless.core.plan import DecodeRow, PrefillSegment, StepPlan, StepResult
 from gapless.core.request import Request
+from gapless.engine.client import EngineClient
 from gapless.engine.load import device_info
 from gapless.engine.worker import PlanReader, PlanWriter, Workers
 from gapless.errors import InternalError
@@ -152,6 +154,34 @@ def test_processes_give_the_tokens_of_one_rank_until_one_is_killed(
     llm.close()
 
 
+@pytest.mark.slow
+def test_an_idle_engine_says_at_once_that_a_rank_has_ended(checkpoint_of: CheckpointOf) -> None:
+    options = EngineOptions.from_dict({**OPTIONS, "model": str(checkpoint_of("qwen3")), "tp": 2})
+
+    async def kill_a_rank() -> str:
+        client = EngineClient(options, "error")
+        try:
+            await client.ready()
+            # its last statistics are sent: it rests
+            await client.inspect()
+            os.kill(rank_1_of(client.pid), signal.SIGKILL)
+            return str(await asyncio.wait_for(client.gone, 10))
+        finally:
+            await client.close()
+
+    reason = asyncio.run(kill_a_rank())
+    assert "rank 1 was ended by signal SIGKILL; this engine cannot go on" in reason
+
+
+def rank_1_of(engine: int) -> int:
+    """Process id of an engine's other rank; Python's resource tracker is a child too."""
+    for task in Path(f"/proc/{engine}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return int(child)
+    raise AssertionError(f"process {engine} has no rank 1")
+
+
 class SummingRunner:
     """A runner whose step sums one number over the ranks, or fails as a plan says."""
 
@@ -206,11 +236,25 @@ def test_ranks_end_with_a_failed_step_of_rank_0() -> None:
     workers = Workers(device="cpu", world_size=2, build=summing)
     workers.lead(summing(0, workers.communicator))
     processes = active_children()
+    assert not connection.wait(workers.sentinels, 0)
     with pytest.raises(ValueError, match="eight is too much"):
         workers.run(step(8))
     with pytest.raises(InternalError, match="were ended; make another engine"):
         workers.run(step(9))
     assert not any(process.is_alive() for process in processes)
+
+
+def test_the_end_of_a_rank_is_seen_at_rest() -> None:
+    workers = Workers(device="cpu", world_size=3, build=summing)
+    workers.lead(summing(0, workers.communicator))
+    workers.check()
+    first, second = sorted(active_children(), key=lambda process: process.name)
+    assert second.pid is not None
+    os.kill(second.pid, signal.SIGKILL)
+    assert connection.wait(workers.sentinels, 10) == [second.sentinel]
+    with pytest.raises(InternalError, match=r"^rank 2 was ended by signal SIGKILL; "):
+        workers.check()
+    assert not first.is_alive()
 
 
 def test_a_rank_that_cannot_load_says_why() -> None:

@@ -1,4 +1,4 @@
-"""The acceptance kernel against the torch chain, bit for bit, and against a plain loop."""
+"""The acceptance kernels against the torch chain, bit for bit, and that against a plain loop."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from gapless.ops.acceptance import AcceptColumns, Settled, reference
+from gapless.ops.draft_tree import ancestor_bits
+from tests.ops.trees import random_parents
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
@@ -22,7 +24,9 @@ NULL = NUM_SLOTS
 class Case:
     """Rows of random slots, the last ones padded; few ids, so that drafts and stops are hit."""
 
-    def __init__(self, rows: int, padded: int, window: int, seed: int) -> None:
+    def __init__(
+        self, rows: int, padded: int, window: int, seed: int, max_window: int = MAX_WINDOW
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def draw(high: int, *shape: int) -> torch.Tensor:
@@ -36,8 +40,8 @@ class Case:
             seq_lens=lengths,
             checkpoint_len=draw(20, slots),
             done=draw(2, slots) == 0,
-            window_tokens=draw(VOCAB, slots, MAX_WINDOW),
-            num_drafts=draw(MAX_WINDOW, slots),
+            window_tokens=draw(VOCAB, slots, max_window),
+            num_drafts=draw(max_window, slots),
             limit_len=lengths + 1 + draw(9, slots),
             stop_ids=stop_ids,
         )
@@ -49,8 +53,12 @@ class Case:
         self.seq_lens = self.columns.seq_lens[self.slots]
         self.checkpoint_len = self.seq_lens // 4 * 4
         self.forced = draw(window, rows)
+        self.bits = ancestor_bits(random_parents(rows, window, generator))
+        self.bits[rows - padded :] = draw(1 << window, padded, window)
 
-    def settle(self, *, by_kernel: bool, is_forced: bool) -> tuple[Settled, AcceptColumns]:
+    def settle(
+        self, *, by_kernel: bool, is_forced: bool, is_tree: bool = False
+    ) -> tuple[Settled, AcceptColumns]:
         """Return the outcome and the columns after it."""
         from gapless.ops.acceptance import triton
 
@@ -61,10 +69,12 @@ class Case:
             }
         )
         args = (self.sampled, self.slots, self.seq_lens, self.checkpoint_len)
-        settle = triton.settle_windows if by_kernel else reference.settle_windows
+        module = triton if by_kernel else reference
+        settle = module.settle_trees if is_tree else module.settle_windows
         found = settle(
             *(t.to(DEVICE) for t in args),
             columns,
+            *([self.bits.to(DEVICE)] if is_tree else []),
             null_slot=NULL,
             forced=self.forced.to(DEVICE) if is_forced else None,
         )
@@ -78,16 +88,28 @@ class Case:
 def test_kernel_gives_the_chains_bits(window: int, is_forced: bool) -> None:
     for seed, (rows, padded) in enumerate([(1, 0), (1, 1), (2, 1), (7, 0), (12, 3), (12, 12)]):
         case = Case(rows, padded, window, seed)
-        pairs = zip(
-            case.settle(by_kernel=True, is_forced=is_forced),
-            case.settle(by_kernel=False, is_forced=is_forced),
-            strict=True,
-        )
-        for found, wanted in pairs:
-            for field in fields(found):
-                own, other = getattr(found, field.name), getattr(wanted, field.name)
-                assert own.dtype == other.dtype, field.name
-                assert torch.equal(own, other), field.name
+        assert_same_bits(case, is_forced=is_forced)
+
+
+@pytest.mark.parametrize("is_forced", [False, True])
+@pytest.mark.parametrize("window", [1, 2, 5, 16])
+def test_kernel_settles_trees_as_the_chain_does(window: int, is_forced: bool) -> None:
+    for seed, (rows, padded) in enumerate([(1, 0), (7, 2), (12, 12)]):
+        # few ids make children that share a token
+        case = Case(rows, padded, window, seed, max_window=window + seed % 2)
+        case.columns.num_drafts.clamp_(max=window - 1)
+        assert_same_bits(case, is_forced=is_forced, is_tree=True)
+
+
+def assert_same_bits(case: Case, **options: bool) -> None:
+    pairs = zip(
+        case.settle(by_kernel=True, **options), case.settle(by_kernel=False, **options), strict=True
+    )
+    for found, wanted in pairs:
+        for field in fields(found):
+            own, other = getattr(found, field.name), getattr(wanted, field.name)
+            assert own.dtype == other.dtype, field.name
+            assert torch.equal(own, other), field.name
 
 
 @pytest.mark.parametrize("seed", range(3))

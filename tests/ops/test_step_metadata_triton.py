@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gapless.ops import step_metadata
+from gapless.ops.draft_tree import ancestor_bits
 from gapless.ops.step_metadata import (
     Geometry,
     SlotColumns,
@@ -18,6 +19,7 @@ from gapless.ops.step_metadata import (
     WindowIndices,
     reference,
 )
+from tests.ops.trees import random_parents
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,7 +83,7 @@ def tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     if is_dataclass(value):
         for field in fields(value):
             yield from tensors(getattr(value, field.name), f"{name}.{field.name}")
-    else:
+    elif value is not None:
         yield name, value
 
 
@@ -89,7 +91,11 @@ def guarded(value: Any, buffers: list[torch.Tensor]) -> Any:
     """Copy nested dataclasses with each tensor inside a larger buffer of guards."""
     if is_dataclass(value) and not isinstance(value, type):
         own = {f.name: guarded(getattr(value, f.name), buffers) for f in fields(value)}
+        if isinstance(value, WindowIndices) and value.logical is value.positions:
+            own["logical"] = own["positions"]
         return type(value)(**own)
+    if value is None:
+        return None
     size = value.numel() + 2 * GUARD_LEN
     buffers.append(torch.full((size,), GUARD[value.dtype], dtype=value.dtype, device=value.device))
     return buffers[-1][GUARD_LEN:-GUARD_LEN].view(value.shape)
@@ -131,6 +137,36 @@ def test_kernel_gives_the_chains_bits_and_writes_nothing_else(num_rows: int, see
             guard = torch.full_like(buffer[:GUARD_LEN], GUARD[buffer.dtype])
             assert torch.equal(buffer[:GUARD_LEN], guard)
             assert torch.equal(buffer[-GUARD_LEN:], guard)
+
+
+@pytest.mark.parametrize("window", [1, 3, 16])
+def test_trees_give_the_chains_bits_and_write_nothing_else(window: int) -> None:
+    from gapless.ops.step_metadata import triton
+
+    generator = torch.Generator().manual_seed(window)
+    geometry = make_geometry(16, num_slots=20)
+    columns = make_columns(geometry, generator)
+    constants = StepConstants(geometry, torch.device(DEVICE))
+    tree = ancestor_bits(random_parents(21, 16, generator))
+    # what the null slot's row holds does not matter
+    tree[geometry.null_slot] = 0
+    slots = torch.randperm(20, generator=generator)[:9]
+    slots[7:] = geometry.null_slot
+    slots, tree = slots.to(DEVICE), tree.to(DEVICE)
+    wanted = reference.window_indices(slots, columns, geometry, constants, window=window, tree=tree)
+    device = torch.device(DEVICE)
+    empty = triton.empty_indices(9, geometry, window=window, is_tree=True, device=device)
+    buffers: list[torch.Tensor] = []
+    found = guarded(empty, buffers)
+    triton.fill(found, slots, columns, geometry, tree)
+    assert_equal(found, wanted)
+    assert len(buffers) == len(list(tensors(wanted)))
+    for buffer in buffers:
+        guard = torch.full_like(buffer[:GUARD_LEN], GUARD[buffer.dtype])
+        assert torch.equal(buffer[:GUARD_LEN], guard)
+        assert torch.equal(buffer[-GUARD_LEN:], guard)
+    whole = triton.window_indices(slots, columns, geometry, window=window, tree=tree)
+    assert_equal(whole, wanted)
 
 
 @pytest.mark.parametrize(("window", "replay_len"), [(1, 1), (1, 16), (16, 7)])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import socket
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -186,6 +188,10 @@ class Refusing:
 
     has_work = False
     stats = STATS
+    sentinels: tuple[int, ...] = ()
+
+    def check_ranks(self) -> None:
+        pass
 
     def __init__(self) -> None:
         self.aborted: list[str] = []
@@ -212,6 +218,33 @@ def test_what_can_never_run_is_refused_with_its_sizes() -> None:
         wire.Fault("ContextTooLong", "needs 9 pages, 4 exist"),
     )
     assert engine.aborted == ["a", "b"]
+
+
+def test_an_engine_at_rest_hears_that_a_rank_has_ended() -> None:
+    class Losing(Refusing):
+        def check_ranks(self) -> None:
+            if is_lost:
+                raise InternalError("rank 1 was ended")
+
+    end, far_end = multiprocessing.Pipe()
+    engine, is_lost = Losing(), False
+    engine.sentinels = (end.fileno(),)
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PAIR) as near,
+        context.socket(zmq.PAIR) as far,
+    ):
+        near.bind("inproc://engine")
+        far.connect("inproc://engine")
+        service = EngineService(engine, near)
+        far.send(wire.encode(wire.Inspect(1)))
+        service._take_calls()
+        service._send()
+        assert wire.decode_news(far.recv()).answers == [wire.Answer(1)]
+        is_lost = True
+        far_end.close()
+        with pytest.raises(InternalError, match="rank 1 was ended"):
+            service.run()
 
 
 def test_an_engine_at_rest_sends_its_last_statistics_and_sleeps() -> None:

@@ -9,12 +9,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gapless.ops.acceptance import reference
-from gapless.ops.acceptance.reference import Acceptance, AcceptColumns, Settled, accept_chain
+from gapless.ops.acceptance.reference import (
+    Acceptance,
+    AcceptColumns,
+    Settled,
+    SettledTrees,
+    accept_chain,
+    accept_tree,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["AcceptColumns", "Acceptance", "Settled", "accept_chain", "settle_windows"]
+__all__ = [
+    "AcceptColumns",
+    "Acceptance",
+    "Settled",
+    "SettledTrees",
+    "accept_chain",
+    "accept_tree",
+    "settle_trees",
+    "settle_windows",
+]
 
 
 def settle_windows(
@@ -36,4 +52,27 @@ def settle_windows(
         settle = reference.settle_windows
     return settle(
         sampled, slots, seq_lens, checkpoint_len, columns, null_slot=null_slot, forced=forced
+    )
+
+
+def settle_trees(
+    sampled: Tensor,  # [B, W] int64: the target's token after each node
+    slots: Tensor,  # [B] int64
+    seq_lens: Tensor,  # [B] int64: committed length before the window
+    checkpoint_len: Tensor,  # [B] int64: checkpoint length once the step is over
+    columns: AcceptColumns,  # written
+    bits: Tensor,  # [B, W] int64: `draft_tree.ancestor_bits`
+    *,
+    null_slot: int,
+    forced: Tensor | None = None,  # [B] int64: drafts to keep whatever they are, for benchmarks
+) -> SettledTrees:
+    """Decide what each row's tree emits, and store it. Contract: `reference.settle_trees`."""
+    if sampled.is_cuda:
+        from gapless.ops.acceptance import triton
+
+        settle = triton.settle_trees
+    else:
+        settle = reference.settle_trees
+    return settle(
+        sampled, slots, seq_lens, checkpoint_len, columns, bits, null_slot=null_slot, forced=forced
     )

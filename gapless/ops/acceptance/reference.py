@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gapless.ops.draft_tree import depths, nth_ancestors
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -45,6 +47,14 @@ class Settled:
     live_slots: Tensor  # [B] int64: the null slot for rows that are padded or have ended
     seq_lens: Tensor  # [B] int64: committed length after the step
     newest: Tensor  # [B] int64: the last token emitted
+
+
+@dataclass(frozen=True)
+class SettledTrees(Settled):
+    """A step's outcome where windows are trees; what lies past `lens` repeats the last."""
+
+    path: Tensor  # [B, W] int64: node whose sample each emitted token is; node 0 for padded rows
+    tokens: Tensor  # [B, W] int64: emitted tokens
 
 
 def accept_chain(
@@ -96,6 +106,84 @@ def settle_windows(
         proposed,
         forced,
     )
+    return _store(outcome, proposed, slots, seq_lens, checkpoint_len, columns, null_slot)
+
+
+def accept_tree(
+    sampled: Tensor,  # [B, W] int64: the target's token after each node
+    window: Tensor,  # [B, W] int64: the newest token, then the drafts
+    bits: Tensor,  # [B, W] int64: `draft_tree.ancestor_bits`
+    total_len: Tensor,  # [B] int64: tokens of the request before this step, window[:, 0] included
+    limit_len: Tensor,  # [B] int64
+    stop_ids: Tensor,  # [B, S] int64, -1 where unused
+    num_drafts: Tensor,  # [B] int64: nodes after the first that are proposals
+    forced: Tensor | None = None,  # [B] int64: drafts to keep whatever they are, for benchmarks
+) -> tuple[Acceptance, Tensor]:
+    """Walk from node 0 to the child that holds the sample; return also the path [B, W].
+
+    The walk ends where no child does, or where the sample ends the request. Of several such
+    children the lowest is taken. `forced` drafts are first children. Past its end the path repeats
+    its last node.
+    """
+    width = sampled.shape[1]
+    node, depth = torch.arange(width, device=sampled.device), depths(bits, width)
+    is_stop = (sampled[:, :, None] == stop_ids[:, None, :]).any(-1)
+    ends = is_stop | (total_len[:, None] + depth + 1 >= limit_len[:, None])
+    parent = nth_ancestors(bits, torch.ones_like(node[:1]))[0]
+    above = parent.clamp(min=0)
+    is_foretold = sampled.gather(1, above) == window if forced is None else depth <= forced[:, None]
+    follows = is_foretold & ~ends.gather(1, above) & (node <= num_drafts[:, None]) & (parent >= 0)
+    # a node gives way to a lower one with the same parent
+    is_sibling = (parent[:, :, None] == parent[:, None, :]) & (node < node[:, None])
+    follows &= ~(is_sibling & follows[:, None, :]).any(-1)
+    reached = (follows.long() << node).sum(-1, keepdim=True) | 1
+    is_kept = bits & ~reached == 0
+    last = (is_kept * node).amax(-1, keepdim=True)
+    # of the nodes kept there is one at each depth
+    at_depth = is_kept[:, None, :] & (depth[:, None, :] == node[:, None])
+    path = torch.maximum((at_depth * node).sum(-1), last * (node > depth.gather(1, last)))
+    newest, is_over = sampled.gather(1, last)[:, 0], ends.gather(1, last)[:, 0]
+    return Acceptance(is_kept.sum(-1), newest, is_over), path
+
+
+def settle_trees(
+    sampled: Tensor,  # [B, W] int64
+    slots: Tensor,  # [B] int64
+    seq_lens: Tensor,  # [B] int64: committed length before the window
+    checkpoint_len: Tensor,  # [B] int64: checkpoint length once the step is over
+    columns: AcceptColumns,  # written
+    bits: Tensor,  # [B, W] int64: `draft_tree.ancestor_bits`
+    *,
+    null_slot: int,
+    forced: Tensor | None = None,  # [B] int64
+) -> SettledTrees:
+    """Run `accept_tree` on the slots' windows and store the outcome; as `settle_windows`."""
+    proposed = columns.num_drafts.index_select(0, slots)
+    outcome, path = accept_tree(
+        sampled,
+        columns.window_tokens.index_select(0, slots)[:, : sampled.shape[1]],
+        bits,
+        seq_lens + 1,
+        columns.limit_len.index_select(0, slots),
+        columns.stop_ids.index_select(0, slots),
+        proposed,
+        forced,
+    )
+    settled = _store(outcome, proposed, slots, seq_lens, checkpoint_len, columns, null_slot)
+    path = path.masked_fill((slots == null_slot)[:, None], 0)
+    return SettledTrees(**vars(settled), path=path, tokens=sampled.gather(1, path))
+
+
+def _store(
+    outcome: Acceptance,
+    proposed: Tensor,
+    slots: Tensor,
+    seq_lens: Tensor,
+    checkpoint_len: Tensor,
+    columns: AcceptColumns,
+    null_slot: int,
+) -> Settled:
+    """Write what the slots' rows of the table hold after the step."""
     is_null = slots == null_slot
     lens = outcome.lens.masked_fill(is_null, 0)
     after = seq_lens + lens

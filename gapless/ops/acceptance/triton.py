@@ -1,4 +1,4 @@
-"""`reference.settle_windows` in one launch, the same integers."""
+"""The settling of `reference.py` in one launch each, the same integers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from gapless.ops.acceptance.kernels import _settle_windows_kernel
-from gapless.ops.acceptance.reference import AcceptColumns, Settled
+from gapless.ops.acceptance.kernels import _settle_trees_kernel, _settle_windows_kernel
+from gapless.ops.acceptance.reference import AcceptColumns, Settled, SettledTrees
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +48,61 @@ def settle_windows(
         out.live_slots,
         out.seq_lens,
         out.newest,
+        NULL_SLOT=null_slot,
+        W=window,
+        W_MAX=columns.window_tokens.shape[1],
+        STOPS=columns.stop_ids.shape[1],
+        BLOCK_W=triton.next_power_of_2(window),
+        HAS_FORCED=forced is not None,
+        num_warps=1,
+    )
+    return out
+
+
+def settle_trees(
+    sampled: Tensor,
+    slots: Tensor,
+    seq_lens: Tensor,
+    checkpoint_len: Tensor,
+    columns: AcceptColumns,
+    bits: Tensor,
+    *,
+    null_slot: int,
+    forced: Tensor | None = None,
+) -> SettledTrees:
+    """See `reference.settle_trees`. Columns are contiguous."""
+    num_rows, window = sampled.shape
+    assert sampled.is_contiguous(), "a row's tokens are contiguous"
+    assert bits.shape == sampled.shape, f"bits {bits.shape} of nodes {sampled.shape}"
+    assert bits.is_contiguous(), "a row's bits are contiguous"
+    assert columns.window_tokens.is_contiguous(), "the table's windows are contiguous"
+    out = SettledTrees(
+        *(torch.empty_like(slots) for _ in range(5)),
+        path=torch.empty_like(sampled),
+        tokens=torch.empty_like(sampled),
+    )
+    _settle_trees_kernel[(num_rows,)](
+        sampled,
+        slots,
+        seq_lens,
+        checkpoint_len,
+        bits,
+        # without forced drafts nobody reads this
+        slots if forced is None else forced,
+        columns.seq_lens,
+        columns.checkpoint_len,
+        columns.done.view(torch.uint8),
+        columns.window_tokens,
+        columns.num_drafts,
+        columns.limit_len,
+        columns.stop_ids,
+        out.lens,
+        out.proposed,
+        out.live_slots,
+        out.seq_lens,
+        out.newest,
+        out.path,
+        out.tokens,
         NULL_SLOT=null_slot,
         W=window,
         W_MAX=columns.window_tokens.shape[1],

@@ -1,4 +1,4 @@
-"""Draft trees as bit masks, on torch operations.
+"""Draft trees as bit masks, and compaction to an accepted path, on torch operations.
 
 Node 0 of a window is its newest token, and every other node comes after its parent. A node's
 *storage* position is the tree's first position plus its number, its *logical* position that of the
@@ -8,9 +8,13 @@ newest token plus its depth.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 # bits of an int64 that can be shifted without touching the sign
 MAX_NODES = 63
@@ -46,3 +50,31 @@ def unpack(bits: Tensor, num_nodes: int) -> Tensor:
 def depths(bits: Tensor, num_nodes: int) -> Tensor:
     """Return each node's distance [B, W] from node 0, from `ancestor_bits`."""
     return unpack(bits, num_nodes).sum(-1) - 1
+
+
+def nth_ancestors(bits: Tensor, distances: Tensor) -> Tensor:
+    """Return each node's ancestors [D, B, W] at distances [D], from `ancestor_bits` [B, W].
+
+    A node is its own ancestor at distance 0; -1 stands where the path is shorter.
+    """
+    num_nodes = bits.shape[1]
+    related = unpack(bits, num_nodes)
+    # of an ancestor j: members of the path from j down to the node, both included, less one
+    distance = related.flip(-1).cumsum(-1).flip(-1) - 1
+    found = related & (distance == distances[:, None, None, None])
+    after = torch.arange(1, num_nodes + 1, device=bits.device)
+    return (found * after).sum(-1) - 1
+
+
+def compact(
+    pools: Sequence[Tensor],  # [layers, entries, ...] each, written
+    read: Tensor,  # [B, W] int64 entries
+    write: Tensor,  # [B, W] int64 entries
+) -> None:
+    """Set entry `write[b, i]` of every pool and layer to what entry `read[b, i]` held at entry.
+
+    A row may read what it writes, in any order. What one row writes no other row reads or writes,
+    save entries that stay where they are, `read == write`, such as those of padded rows.
+    """
+    for pool in pools:
+        pool.index_copy_(1, write.view(-1), pool.index_select(1, read.view(-1)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gapless.ops.chaining import await_inputs
+
 
 @triton.jit
 def _delta_gates_kernel(
@@ -33,8 +35,16 @@ def _delta_gates_kernel(
 
 @triton.jit
 def _sigmoid_gate_kernel(
-    x_ptr, gate_ptr, out_ptr, size, x_stride, gate_stride, BLOCK: tl.constexpr
+    x_ptr,
+    gate_ptr,
+    out_ptr,
+    size,
+    x_stride,
+    gate_stride,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    await_inputs(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < size

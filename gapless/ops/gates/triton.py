@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
+from gapless.ops.chaining import chained
 from gapless.ops.gates.kernels import _delta_gates_kernel, _sigmoid_gate_kernel
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def delta_gates(
     _delta_gates_kernel[(triton.cdiv(num_tokens, block_tokens),)](
         b, a, dt_bias, neg_decay_rate, beta, log_decay,
         num_tokens, b.stride(0), a.stride(0),
-        HEADS=heads, BLOCK_TOKENS=block_tokens, BLOCK_HEADS=block_heads,
+        HEADS=heads, BLOCK_TOKENS=block_tokens, BLOCK_HEADS=block_heads, **chained(b),
     )  # fmt: skip
     return beta, log_decay
 
@@ -46,6 +47,6 @@ def sigmoid_gate(
     num_tokens, size = x.shape
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     _sigmoid_gate_kernel[(num_tokens, triton.cdiv(size, TILE_LEN))](
-        x, gate, out, size, x.stride(0), gate.stride(0), BLOCK=TILE_LEN
+        x, gate, out, size, x.stride(0), gate.stride(0), BLOCK=TILE_LEN, **chained(x)
     )
     return out

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gapless.ops.paged_attention.kernels import _split_len
+from gapless.ops.paged_attention.kernels import _sees_node, _split_len
 
 
 @triton.jit
@@ -70,14 +70,18 @@ def _attend(
 
 # what differs between calls of one engine must not make another kernel
 @triton.jit(
-    do_not_specialize=["first", "stride_pos_row", "stride_pos_token", "stride_page_row"],
-    do_not_specialize_on_alignment=["slots", "positions"],
-)
+    do_not_specialize=[
+        "first", "stride_pos_row", "stride_pos_token", "stride_bits_row", "stride_page_row",
+    ],
+    do_not_specialize_on_alignment=["slots", "positions", "tree_start", "tree_bits"],
+)  # fmt: skip
 def _window_kernel(
     q,
     pool,
     slots,
     positions,
+    tree_start,
+    tree_bits,
     page_table,
     out,
     partial,  # [T, H, splits, RANK]
@@ -89,6 +93,7 @@ def _window_kernel(
     stride_entry,
     stride_pos_row,
     stride_pos_token,
+    stride_bits_row,
     stride_page_row,
     HEADS: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -102,6 +107,7 @@ def _window_kernel(
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
+    HAS_TREE: tl.constexpr,
 ):
     # queries of one row that do not fit one program come next to each other, for the L2 cache
     i_tile = tl.program_id(0)
@@ -124,8 +130,15 @@ def _window_kernel(
     o_window = o_m // HEADS
     o_token = (i_row * WINDOW + o_window).to(tl.int64)
     o_head = o_m % HEADS
-    b_pos = tl.load(p_pos + o_window * stride_pos_token, mask=m_m, other=-1).to(tl.int32)
-    b_limit = tl.minimum(b_pos + 1, end)
+    if HAS_TREE:
+        # all queries see the blocks before this position, and of the others what their bits say
+        tree_from = tl.load(tree_start + i_row).to(tl.int32)
+        cut = start + tl.maximum(tl.minimum(tree_from, end) - start, 0) // BLOCK_N * BLOCK_N
+        b_limit = tl.full([BLOCK_M], 0, tl.int32) + cut
+    else:
+        cut = end
+        b_pos = tl.load(p_pos + o_window * stride_pos_token, mask=m_m, other=-1).to(tl.int32)
+        b_limit = tl.minimum(b_pos + 1, end)
     p_q = q + o_token * stride_q_token + o_head * stride_q_head
     b_q, b_q_rope = _load_queries(p_q, m_m, o_c, o_r, RANK, ROPE)
 
@@ -138,7 +151,7 @@ def _window_kernel(
     # pages are looked up one block ahead, so that no block waits for two reads in a row; numbers of
     # pages and entries fit 32 bits, and registers are scarce
     b_page = tl.load(p_pages + o_pos // PAGE_SIZE, mask=o_pos < end, other=0).to(tl.int32)
-    for begin in range(start, end, BLOCK_N):
+    for begin in range(start, cut, BLOCK_N):
         o_pos = begin + o_n
         b_entry = b_page.to(tl.int64) * PAGE_SIZE + o_pos % PAGE_SIZE
         o_ahead = o_pos + BLOCK_N
@@ -161,6 +174,37 @@ def _window_kernel(
             ROPE,
             PRECISION,
         )
+    if HAS_TREE:
+        p_bits = tree_bits + i_row * stride_bits_row + o_window
+        b_bits = tl.load(p_bits, mask=m_m, other=0)
+        # a block or two: nothing to load ahead
+        for begin in tl.range(cut, end, BLOCK_N, num_stages=1):
+            o_pos = begin + o_n
+            b_entry = b_page.to(tl.int64) * PAGE_SIZE + o_pos % PAGE_SIZE
+            o_ahead = o_pos + BLOCK_N
+            b_page = tl.load(p_pages + o_ahead // PAGE_SIZE, mask=o_ahead < end, other=0)
+            b_page = b_page.to(tl.int32)
+            m_see = _sees_node(b_bits[None, :], o_pos[:, None], tree_from)
+            m_see = m_see & (o_pos < end)[:, None]
+            b_acc, b_max, b_sum = _attend(
+                b_acc,
+                b_max,
+                b_sum,
+                b_q,
+                b_q_rope,
+                pool,
+                b_entry,
+                # what nobody sees is read as zeros: a weight of 0 does not undo a NaN
+                tl.max(m_see.to(tl.int32), axis=1) > 0,
+                m_see,
+                scale_log2,
+                stride_entry,
+                o_c,
+                o_r,
+                RANK,
+                ROPE,
+                PRECISION,
+            )
     m_seen = b_sum > 0.0
     b_sum = tl.where(m_seen, b_sum, 1.0)
     b_out = b_acc / b_sum[None, :]

@@ -22,10 +22,13 @@ from gapless.ops.paged_attention.triton import (
     MIN_ROWS,
     PrefillTiling,
     WindowTiling,
+    tree_arguments,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from gapless.ops.draft_tree import TreeMask
 
 # with more, two blocks of entries and the queries do not fit the shared memory
 MAX_RANK, MAX_ROPE_DIM = 512, 64
@@ -74,13 +77,15 @@ def paged_window_latent_attention(
     page_size: int,
     kv_len: int,
     first: int = 0,
+    tree: TreeMask | None = None,
     tiling: WindowTiling | None = None,
 ) -> Tensor:  # [B * W, H, R] in q's dtype
     """Return the mixed latents of every window token over its row's positions `first` to its own.
 
-    `kv_len` bounds every row's length, window included. A row without any position gives zeros.
-    Entries beyond a row's newest position are never read. Softmax and sums in float32; float32
-    operands are multiplied in IEEE arithmetic.
+    With `tree`, a token's positions are instead those that the mask names, from `first` on and up
+    to the row's last. `kv_len` bounds every row's length, window included. A row without any
+    position gives zeros. Entries that no token of a row sees are never read. Softmax and sums in
+    float32; float32 operands are multiplied in IEEE arithmetic.
     """
     num_rows, window = positions.shape
     num_tokens, heads, _ = q.shape
@@ -105,6 +110,7 @@ def paged_window_latent_attention(
         pool,
         slots,
         positions,
+        *tree_arguments(tree, positions),
         page_table,
         out,
         partial,
@@ -116,11 +122,13 @@ def paged_window_latent_attention(
         pool.stride(0),
         positions.stride(0),
         positions.stride(1),
+        0 if tree is None else tree.bits.stride(0),
         page_table.stride(0),
         HEADS=heads,
         PAGE_SIZE=page_size,
         BLOCK_M=block_m,
         BLOCK_N=tiling.block_n,
+        HAS_TREE=tree is not None,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         **channels,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
+from gapless.ops.chaining import chained
 from gapless.ops.moe.kernels import (
     _combine_kernel,
     _gathered_down_kernel,
@@ -108,6 +109,7 @@ def route(logits: Tensor, num_active: int, *, renormalises: bool) -> tuple[Tenso
             BLOCK_K=triton.next_power_of_2(num_active),
             HAS_RENORM=renormalises,
             num_warps=1 if num_experts <= 512 else 4,
+            **chained(logits),
         )
     return weights, experts
 
@@ -143,7 +145,7 @@ def mix_gathered(
     num_tokens, num_active = experts.shape
     if tiling is None:
         tiling = GATHERED_ONE_TOKEN if num_tokens == 1 else GATHERED
-    _, size, inner = down.shape
+    num_experts, size, inner = down.shape
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     if not num_tokens:
         return out
@@ -159,12 +161,14 @@ def mix_gathered(
         x.stride(0),
         D=size,
         INNER=inner,
+        E=num_experts,
         K=num_active,
         BLOCK_I=block_up,
         BLOCK_D=min(tiling.block_k, triton.next_power_of_2(size)),
         STAGES=tiling.up_stages,
         HAS_LIVE=has_live,
         num_warps=tiling.up_warps,
+        **chained(x),
     )
     block_active = triton.next_power_of_2(num_active)
     _gathered_down_kernel[triton.cdiv(size, tiling.block_down), num_tokens](
@@ -178,6 +182,7 @@ def mix_gathered(
         *_extra_strides(extra),
         D=size,
         INNER=inner,
+        E=num_experts,
         K=num_active,
         BLOCK_K=block_active,
         # as much as registers hold: all of a token's experts are loaded together
@@ -186,6 +191,7 @@ def mix_gathered(
         HAS_LIVE=has_live,
         HAS_EXTRA=extra is not None,
         num_warps=tiling.down_warps,
+        **chained(x),
     )
     return out
 
@@ -225,6 +231,7 @@ def mix_grouped(
         BLOCK=SORT_BLOCKS[num_pairs > SORT_BLOCKS[0]],
         HAS_LIVE=has_live,
         num_warps=4,
+        **chained(x),
     )
     # every expert may leave one tile partly filled
     num_tiles = num_pairs // tiling.block_m + min(num_experts, num_pairs)
@@ -238,6 +245,7 @@ def mix_grouped(
         "PRECISION": "ieee" if x.dtype is torch.float32 else "tf32",
         "num_warps": tiling.num_warps,
         "num_stages": tiling.num_stages,
+        **chained(x),
     }
     _grouped_up_kernel[triton.cdiv(inner, tiling.block_up), num_tiles](
         x,
@@ -269,6 +277,7 @@ def mix_grouped(
         HAS_LIVE=has_live,
         HAS_EXTRA=extra is not None,
         num_warps=4,
+        **chained(x),
     )
     return out
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gapless.ops.chaining import await_inputs
+
 
 @triton.jit
 def _offsets(o_row, INNER: tl.constexpr, stride_outer, stride_inner):
@@ -40,8 +42,10 @@ def _rms_norm_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_TERM: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """With a term, normalise the rounded sum, and store that too."""
+    await_inputs(CHAINED)
     o_row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     o_d = tl.arange(0, BLOCK_D)
     mask = (o_row < num_rows)[:, None] & (o_d < D)[None, :]
@@ -75,7 +79,9 @@ def _gated_rms_norm_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     IS_SILU: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    await_inputs(CHAINED)
     o_row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     o_d = tl.arange(0, BLOCK_D)
     mask = (o_row < num_rows)[:, None] & (o_d < D)[None, :]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import triton
 
+from gapless.ops.chaining import chained
 from gapless.ops.norm.kernels import _gated_rms_norm_kernel, _rms_norm_kernel
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def gated_rms_norm(
         BLOCK_D=tile.block_d,
         IS_SILU=activation == "silu",
         num_warps=tile.num_warps,
+        **chained(rows),
     )
     return out
 
@@ -124,6 +126,7 @@ def _launch_plain(
         BLOCK_D=tile.block_d,
         HAS_TERM=term is not None,
         num_warps=tile.num_warps,
+        **chained(rows),
     )
 
 

@@ -53,16 +53,32 @@ def _attend(
     return b_acc, b_new_max, b_sum * b_decay + tl.sum(b_weight, axis=1)
 
 
+@triton.jit
+def _sees_node(b_bits, o_pos, start):
+    """Whether queries see positions of which those below `start` are seen by all.
+
+    `b_bits` and `o_pos` are shaped to be broadcast; bit j stands for position start + j.
+    """
+    o_node = o_pos - start
+    # the last bit is clear, and stands for all nodes past it
+    b_shift = tl.minimum(tl.maximum(o_node, 0), 63).to(tl.int64)
+    return (o_node < 0) | (((b_bits >> b_shift) & 1) != 0)
+
+
 # what differs between calls of one engine must not make another kernel
 @triton.jit(
-    do_not_specialize=["first", "stride_pos_row", "stride_pos_token", "stride_page_row"],
-    do_not_specialize_on_alignment=["slots", "positions"],
-)
+    do_not_specialize=[
+        "first", "stride_pos_row", "stride_pos_token", "stride_bits_row", "stride_page_row",
+    ],
+    do_not_specialize_on_alignment=["slots", "positions", "tree_start", "tree_bits"],
+)  # fmt: skip
 def _window_kernel(
     q,
     pool,
     slots,
     positions,
+    tree_start,
+    tree_bits,
     page_table,
     out,
     partial,  # [T, H, splits, D]
@@ -76,6 +92,7 @@ def _window_kernel(
     stride_kv_head,
     stride_pos_row,
     stride_pos_token,
+    stride_bits_row,
     stride_page_row,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -87,6 +104,7 @@ def _window_kernel(
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
+    HAS_TREE: tl.constexpr,
 ):
     i_split = tl.program_id(0)
     i_kv_head = tl.program_id(1) % KV_HEADS
@@ -108,8 +126,15 @@ def _window_kernel(
     o_window = o_m // GROUP
     o_token = (i_row * WINDOW + o_window).to(tl.int64)
     o_head = i_kv_head * GROUP + o_m % GROUP
-    b_pos = tl.load(p_pos + o_window * stride_pos_token, mask=m_m, other=-1).to(tl.int32)
-    b_limit = tl.minimum(b_pos + 1, end)
+    if HAS_TREE:
+        # all queries see the blocks before this position, and of the others what their bits say
+        tree_from = tl.load(tree_start + i_row).to(tl.int32)
+        cut = start + tl.maximum(tl.minimum(tree_from, end) - start, 0) // BLOCK_N * BLOCK_N
+        b_limit = tl.full([BLOCK_M], 0, tl.int32) + cut
+    else:
+        cut = end
+        b_pos = tl.load(p_pos + o_window * stride_pos_token, mask=m_m, other=-1).to(tl.int32)
+        b_limit = tl.minimum(b_pos + 1, end)
     p_q = q + (o_token * stride_q_token + o_head * stride_q_head)[:, None] + o_d[None, :]
     b_q = tl.load(p_q, mask=m_m[:, None], other=0.0)
 
@@ -122,7 +147,7 @@ def _window_kernel(
     o_pos = start + o_n
     # pages are looked up one block ahead, so that no block waits for two reads in a row
     b_page = tl.load(p_pages + o_pos // PAGE_SIZE, mask=o_pos < end, other=0).to(tl.int64)
-    for begin in range(start, end, BLOCK_N):
+    for begin in range(start, cut, BLOCK_N):
         o_pos = begin + o_n
         b_entry = b_page * PAGE_SIZE + o_pos % PAGE_SIZE
         o_ahead = o_pos + BLOCK_N
@@ -142,6 +167,34 @@ def _window_kernel(
             o_d,
             PRECISION,
         )
+    if HAS_TREE:
+        p_bits = tree_bits + i_row * stride_bits_row + o_window
+        b_bits = tl.load(p_bits, mask=m_m, other=0)
+        # a block or two: nothing to load ahead
+        for begin in tl.range(cut, end, BLOCK_N, num_stages=1):
+            o_pos = begin + o_n
+            b_entry = b_page * PAGE_SIZE + o_pos % PAGE_SIZE
+            o_ahead = o_pos + BLOCK_N
+            b_page = tl.load(p_pages + o_ahead // PAGE_SIZE, mask=o_ahead < end, other=0)
+            b_page = b_page.to(tl.int64)
+            m_see = _sees_node(b_bits[:, None], o_pos[None, :], tree_from)
+            m_see = m_see & (o_pos < end)[None, :]
+            b_acc, b_max, b_sum = _attend(
+                b_acc,
+                b_max,
+                b_sum,
+                b_q,
+                p_pool,
+                b_entry,
+                # what nobody sees is read as zeros: a weight of 0 does not undo a NaN
+                tl.max(m_see.to(tl.int32), axis=0) > 0,
+                m_see,
+                scale_log2,
+                stride_entry,
+                stride_value,
+                o_d,
+                PRECISION,
+            )
     m_seen = b_sum > 0.0
     b_sum = tl.where(m_seen, b_sum, 1.0)
     b_out = b_acc / b_sum[:, None]

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from gapless.ops.draft_tree import TreeMask
+
 HEAD_DIMS = (16, 32, 64, 128, 256)
 DTYPES = ("bfloat16", "float16", "float32")
 LOG2_E = 1.4426950408889634
@@ -93,13 +95,15 @@ def paged_window_attention(
     page_size: int,
     kv_len: int,
     first: int = 0,
+    tree: TreeMask | None = None,
     tiling: WindowTiling | None = None,
 ) -> Tensor:  # [B * W, H, D] in q's dtype
     """Return attention of every window token to its row's positions `first` to its own.
 
-    `kv_len` bounds every row's length, window included. A row without any position gives zeros.
-    Entries beyond a row's newest position are never read. Softmax and sums in float32; float32
-    operands are multiplied in IEEE arithmetic.
+    With `tree`, a token's positions are instead those that the mask names, from `first` on and up
+    to the row's last. `kv_len` bounds every row's length, window included. A row without any
+    position gives zeros. Entries that no token of a row sees are never read. Softmax and sums in
+    float32; float32 operands are multiplied in IEEE arithmetic.
     """
     num_rows, window = positions.shape
     num_tokens, heads, head_dim = q.shape
@@ -126,6 +130,7 @@ def paged_window_attention(
         pool,
         slots,
         positions,
+        *tree_arguments(tree, positions),
         page_table,
         out,
         partial,
@@ -139,6 +144,7 @@ def paged_window_attention(
         pool.stride(2),
         positions.stride(0),
         positions.stride(1),
+        0 if tree is None else tree.bits.stride(0),
         page_table.stride(0),
         KV_HEADS=kv_heads,
         GROUP=group,
@@ -146,6 +152,7 @@ def paged_window_attention(
         BLOCK_M=block_m,
         BLOCK_N=tiling.block_n,
         PRECISION=_precision(q.dtype),
+        HAS_TREE=tree is not None,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         **shared,
@@ -166,6 +173,15 @@ def paged_window_attention(
             **shared,
         )
     return out
+
+
+def tree_arguments(tree: TreeMask | None, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a window kernel's starts and bits; without a tree nobody reads what stands there."""
+    if tree is None:
+        return positions, positions
+    assert tree.bits.shape == positions.shape, "every query has its bits"
+    assert tree.start.stride(0) == tree.bits.stride(1) == 1, "a row's bits are contiguous"
+    return tree.start, tree.bits
 
 
 def prefill_tiles(

@@ -7,6 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gapless.ops.chaining import await_inputs
+
 
 @triton.jit
 def _qk_norm_rope_kernel(
@@ -29,7 +31,9 @@ def _qk_norm_rope_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    await_inputs(CHAINED)
     i_token = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     o_d = tl.arange(0, BLOCK_DIM)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
+from gapless.ops.chaining import chained
 from gapless.ops.qk_norm_rope.kernels import _qk_norm_rope_kernel
 
 if TYPE_CHECKING:
@@ -57,5 +58,6 @@ def qk_norm_rope(
         BLOCK_DIM=block_dim,
         HAS_NORM=norm_weight is not None,
         num_warps=4,
+        **chained(qkv),
     )
     return q

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from gapless.ops.chaining import await_inputs
+
 # the interpreter has no device library; double precision rounds to the same values, or next to them
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 NUM_CUTS = tl.constexpr(8)
@@ -185,7 +187,9 @@ def _maximum_kernel(
     BLOCK: tl.constexpr,
     STOPS: tl.constexpr,
     IS_DRAWN: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    await_inputs(CHAINED)
     i_split = tl.program_id(0)
     i_row = tl.program_id(1).to(tl.int64)
     is_early = tl.load(positions + i_row) < tl.load(min_len + i_row) if STOPS > 0 else False
@@ -226,7 +230,9 @@ def _survey_kernel(
     BLOCK: tl.constexpr,
     BLOCK_S: tl.constexpr,
     STOPS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    await_inputs(CHAINED)
     i_split = tl.program_id(0)
     i_row = tl.program_id(1).to(tl.int64)
     temperature = tl.load(temperatures + i_row)
@@ -282,7 +288,9 @@ def _collect_kernel(
     BLOCK_S: tl.constexpr,
     STOPS: tl.constexpr,
     CAPACITY: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    await_inputs(CHAINED)
     i_split = tl.program_id(0)
     i_row = tl.program_id(1).to(tl.int64)
     temperature = tl.load(temperatures + i_row)
@@ -503,7 +511,9 @@ def _choose_kernel(
     STOPS: tl.constexpr,
     CAPACITY: tl.constexpr,
     IS_DRAWN: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    await_inputs(CHAINED)
     i_row = tl.program_id(0).to(tl.int64)
     best, token = _best_of_splits(part_value, part_id, i_row, num_splits, BLOCK_S)
     if IS_DRAWN:
@@ -539,7 +549,10 @@ def _choose_kernel(
 
 
 @triton.jit
-def _noise_kernel(seeds, positions, out, V: tl.constexpr, BLOCK: tl.constexpr):
+def _noise_kernel(
+    seeds, positions, out, V: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+):
+    await_inputs(CHAINED)
     i_row = tl.program_id(1).to(tl.int64)
     i_first = tl.program_id(0) * BLOCK
     o_v = i_first + tl.arange(0, BLOCK)
@@ -549,8 +562,17 @@ def _noise_kernel(seeds, positions, out, V: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _mask_kernel(
-    logits, mask_of, masks, out, stride_row, stride_mask, V: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    mask_of,
+    masks,
+    out,
+    stride_row,
+    stride_mask,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    await_inputs(CHAINED)
     i_row = tl.program_id(1).to(tl.int64)
     o_v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_v = o_v < V

@@ -6,11 +6,12 @@ integers here and a running float sum there. NaN is never chosen.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 
+from gapless.ops.chaining import chained
 from gapless.ops.sampling.kernels import (
     SCRATCH_LEN,
     _choose_kernel,
@@ -89,7 +90,11 @@ def sample(
     stops = (rows.min_len.contiguous(), rows.stop_ids.contiguous())
     filters = tuple(x.contiguous() for x in (rows.temperature, rows.top_k, rows.top_p))
     noise = (rows.min_p.contiguous(), rows.seeds.contiguous())
-    sizes = {"V": vocab_size, "STOPS": rows.stop_ids.shape[1] if mode.edits_logits else 0}
+    sizes: dict[str, Any] = {
+        "V": vocab_size,
+        "STOPS": rows.stop_ids.shape[1] if mode.edits_logits else 0,
+    }
+    sizes |= chained(logits)
     block_s = triton.next_power_of_2(num_splits)
     grid = (num_splits, num_rows)
     strides = (logits.stride(0), num_splits)
@@ -124,7 +129,7 @@ def mask_logits(logits: Tensor, rows: MaskRows) -> Tensor:
         grid = (triton.cdiv(vocab_size, BLOCK), num_rows)
         _mask_kernel[grid](
             logits, rows.mask_of, rows.masks, masked, logits.stride(0), rows.masks.stride(0),
-            V=vocab_size, BLOCK=BLOCK, num_warps=4,
+            V=vocab_size, BLOCK=BLOCK, num_warps=4, **chained(logits),
         )  # fmt: skip
     return masked
 
@@ -136,6 +141,12 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     if out.numel():
         grid = (triton.cdiv(vocab_size, BLOCK), num_rows)
         _noise_kernel[grid](
-            seeds.contiguous(), positions.contiguous(), out, V=vocab_size, BLOCK=BLOCK, num_warps=4
+            seeds.contiguous(),
+            positions.contiguous(),
+            out,
+            V=vocab_size,
+            BLOCK=BLOCK,
+            num_warps=4,
+            **chained(out),
         )
     return out

@@ -6,9 +6,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gapless.ops.chaining import await_inputs
+
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, stride_token, INNER: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul_kernel(
+    gate_up,
+    out,
+    stride_token,
+    INNER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    await_inputs(CHAINED)
     i_token = tl.program_id(0).to(tl.int64)
     o_i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = o_i < INNER

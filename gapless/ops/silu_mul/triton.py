@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
+from gapless.ops.chaining import chained
 from gapless.ops.silu_mul.kernels import _silu_mul_kernel
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
             gate_up.stride(0),
             INNER=inner,
             BLOCK=block,
+            **chained(gate_up),
             num_warps=max(1, block // 256),
         )
     return out

@@ -15,6 +15,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gapless.ops.chaining import await_inputs, prefetch
+
+
+@triton.jit
+def _start(weight, N, K: tl.constexpr, BLOCK_N: tl.constexpr, CHAINED: tl.constexpr):
+    """Have the program's weight rows brought near while the kernel before it ends."""
+    if CHAINED:
+        first = weight + tl.program_id(0).to(tl.int64) * BLOCK_N * K
+        num_bytes: tl.constexpr = BLOCK_N * K * weight.dtype.element_ty.primitive_bitwidth // 8
+        prefetch(first, weight + tl.cast(N, tl.int64) * K, num_bytes)
+    await_inputs(CHAINED)
+
 
 @triton.jit(do_not_specialize=["num_rows", "N"])
 def _skinny_vector_kernel(
@@ -25,14 +37,16 @@ def _skinny_vector_kernel(
     num_rows,
     stride_x,
     N,
-    K,
+    K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     HAS_TAIL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    _start(weight, N, K, BLOCK_N, CHAINED)
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_m = tl.arange(0, BLOCK_M)
     o_k = tl.arange(0, BLOCK_K)[None, None, :]
@@ -68,7 +82,7 @@ def _skinny_matrix_kernel(
     num_rows,
     stride_x,
     N,
-    K,
+    K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -76,7 +90,9 @@ def _skinny_matrix_kernel(
     PRECISION: tl.constexpr,
     HAS_TAIL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    _start(weight, N, K, BLOCK_N, CHAINED)
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_m = tl.arange(0, BLOCK_M)
     o_k = tl.arange(0, BLOCK_K)
@@ -114,14 +130,16 @@ def _skinny_wide_kernel(
     num_rows,
     stride_x,
     N,
-    K,
+    K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
     HAS_TAIL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    _start(weight, N, K, BLOCK_N, CHAINED)
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_m = tl.arange(0, BLOCK_M)
     o_w = tl.arange(0, BLOCK_K)[None, :]

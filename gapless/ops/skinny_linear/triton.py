@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
+from gapless.ops.chaining import chained
 from gapless.ops.skinny_linear.kernels import (
     _skinny_matrix_kernel,
     _skinny_vector_kernel,
@@ -51,15 +52,17 @@ def skinny_linear(
     assert 1 <= rows <= MAX_ROWS[-1], f"{rows} rows, want 1 to {MAX_ROWS[-1]}"
     assert weight.shape[1] == inner, f"{inner} features for a weight of {weight.shape[1]}"
     out = torch.empty(rows, size, dtype=out_dtype or x.dtype, device=x.device)
-    args = (x, weight, weight if bias is None else bias, out, rows, x.stride(0), size, inner)
+    args = (x, weight, weight if bias is None else bias, out, rows, x.stride(0), size)
     # one kernel for all numbers of rows of a bucket
     block_m = MAX_ROWS[bucket_of(rows)]
     settings: dict[str, Any] = {
+        "K": inner,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "HAS_TAIL": inner % tile.step != 0,
         "HAS_BIAS": bias is not None,
         "num_warps": tile.num_warps,
+        **chained(x),
     }
     grid = (triton.cdiv(size, tile.block_n),)
     if isinstance(tile, Vector):

@@ -1,7 +1,7 @@
 """Index tensors of one decode step, from the slot list and the slot table.
 
-On a CUDA device one Triton launch makes them all; other devices take the torch chain that defines
-them, which is logged once.
+On a CUDA device one Triton launch makes them all, and another the moves of accepted tree paths;
+other devices take the torch chain that defines them, which is logged once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from gapless.ops.step_metadata import reference
 from gapless.ops.step_metadata.reference import (
     Geometry,
+    PathMoves,
     SlotColumns,
     StepConstants,
     WindowIndices,
@@ -24,11 +25,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Geometry",
+    "PathMoves",
     "SlotColumns",
     "StepConstants",
     "WindowIndices",
     "has_kernel",
     "kv_entries",
+    "path_moves",
     "window_indices",
 ]
 
@@ -42,6 +45,7 @@ def window_indices(
     constants: StepConstants,
     *,
     window: int,  # W
+    tree: Tensor | None = None,  # [slots + 1, W_max] int64
     is_fused: bool = True,
 ) -> WindowIndices:
     """Derive a step's index tensors on the device. Contract: `reference.window_indices`.
@@ -51,9 +55,25 @@ def window_indices(
     if has_kernel(slots.device.type) and is_fused:
         from gapless.ops.step_metadata import triton
 
-        return triton.window_indices(slots, columns, geometry, window=window)
+        return triton.window_indices(slots, columns, geometry, window=window, tree=tree)
     _log_chain(slots.device.type)
-    return reference.window_indices(slots, columns, geometry, constants, window=window)
+    return reference.window_indices(slots, columns, geometry, constants, window=window, tree=tree)
+
+
+def path_moves(
+    path: Tensor,  # [B, W] int64: nodes of the accepted path, node 0 first
+    lens: Tensor,  # [B] int64: how many of them were kept; 0 for padded rows
+    slots: Tensor,  # [B] int64
+    seq_lens: Tensor,  # [B] int64: committed length before the window
+    page_table: Tensor,  # [slots + 1, P]
+    geometry: Geometry,
+) -> PathMoves:
+    """Return what `draft_tree.compact` moves. Contract: `reference.path_moves`."""
+    if path.is_cuda:
+        from gapless.ops.step_metadata import triton
+
+        return triton.path_moves(path, lens, slots, seq_lens, page_table, geometry)
+    return reference.path_moves(path, lens, slots, seq_lens, page_table, geometry)
 
 
 def has_kernel(device_type: str) -> bool:

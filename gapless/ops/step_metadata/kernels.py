@@ -1,10 +1,12 @@
-"""The kernel behind `triton.py`: a program owns one row and writes all of its indices."""
+"""The kernels behind `triton.py`: a program owns one row and writes all of its indices."""
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from gapless.ops.draft_tree.kernels import _depths, _highest
 
 
 # any number of tokens is served by one compiled kernel
@@ -16,10 +18,13 @@ def _window_indices_kernel(
     in_state_rows,
     in_done,
     page_table,
+    tree,
     slots,
     seq_lens,
     fold_len,
     positions,
+    logical,
+    ancestors,
     kv_write,
     ring_read,
     ring_write,
@@ -31,6 +36,7 @@ def _window_indices_kernel(
     live,
     num_tokens,
     page_stride,
+    tree_stride,
     NULL_SLOT: tl.constexpr,
     NULL_ROW: tl.constexpr,
     ZERO_ROW: tl.constexpr,
@@ -45,6 +51,7 @@ def _window_indices_kernel(
     W: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    HAS_TREE: tl.constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
     slot = tl.load(in_slots + i_row)
@@ -70,8 +77,23 @@ def _window_indices_kernel(
     tl.store(conv_write + o_token, slot * R_C + position % R_C, mask=m_w)
     b_live = tl.full([BLOCK_W], 1, tl.uint8)
     tl.store(live + o_token, tl.where(slot == NULL_SLOT, 0, b_live).to(tl.uint8), mask=m_w)
-    for i_tap in tl.static_range(WIDTH):
-        before = position - (WIDTH - 1 - i_tap)
+    if HAS_TREE:
+        b_one = tl.full([1], 1, tl.int64)
+        o_node = tl.arange(0, BLOCK_W).to(tl.int64)
+        b_bits = tl.load(tree + slot * tree_stride + o_w, mask=m_w, other=0)
+        b_bits = tl.where(slot == NULL_SLOT, b_one << o_node, b_bits)
+        b_logical = length + _depths(b_bits, o_node)
+        tl.store(ancestors + o_token, b_bits, mask=m_w)
+        tl.store(logical + o_token, b_logical, mask=m_w)
+    for i_far in tl.static_range(WIDTH):
+        i_tap = WIDTH - 1 - i_far
+        if HAS_TREE:
+            # the bits left are those of ancestors at this distance and farther
+            b_node = _highest(b_bits, o_node)
+            b_bits &= (b_one << tl.maximum(b_node, 0)) - 1
+            before = tl.where(b_node < 0, b_logical - i_far, length + b_node)
+        else:
+            before = position - i_far
         # the sum keeps the remainder of a masked position off the negative numbers
         entry = slot * R_C + (before + WIDTH * R_C) % R_C
         entry = tl.where(before < 0, CONV_ZERO, entry)
@@ -83,3 +105,43 @@ def _window_indices_kernel(
     entry = tl.where(replayed >= length, RING_ZERO, slot * R + replayed % R)
     tl.store(ring_read + i_row * N + o_n, entry, mask=m_n)
     tl.store(fold_mask + i_row * N + o_n, (replayed < folded).to(tl.uint8), mask=m_n)
+
+
+@triton.jit
+def _path_moves_kernel(
+    path,
+    lens,
+    slots,
+    seq_lens,
+    page_table,
+    kv_read,
+    kv_write,
+    ring_read,
+    ring_write,
+    conv_read,
+    conv_write,
+    page_stride,
+    PAGE_SIZE: tl.constexpr,
+    R: tl.constexpr,
+    R_C: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + i_row)
+    length = tl.load(seq_lens + i_row)
+    o_w = tl.arange(0, BLOCK_W)
+    m_w = o_w < W
+    o_node = i_row * W + o_w
+    b_node = tl.load(path + o_node, mask=m_w, other=0)
+    source = length + tl.where(o_w < tl.load(lens + i_row), b_node, o_w)
+    target = length + o_w
+    p_pages = page_table + slot * page_stride
+    page = tl.load(p_pages + source // PAGE_SIZE, mask=m_w, other=0)
+    tl.store(kv_read + o_node, page * PAGE_SIZE + source % PAGE_SIZE, mask=m_w)
+    page = tl.load(p_pages + target // PAGE_SIZE, mask=m_w, other=0)
+    tl.store(kv_write + o_node, page * PAGE_SIZE + target % PAGE_SIZE, mask=m_w)
+    tl.store(ring_read + o_node, slot * R + source % R, mask=m_w)
+    tl.store(ring_write + o_node, slot * R + target % R, mask=m_w)
+    tl.store(conv_read + o_node, slot * R_C + source % R_C, mask=m_w)
+    tl.store(conv_write + o_node, slot * R_C + target % R_C, mask=m_w)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gapless.ops.draft_tree import depths, nth_ancestors
 from gapless.ops.linear_replay import ReplayIndices
 
 
@@ -112,12 +113,26 @@ class WindowIndices:
     slots: Tensor  # [B]: the null slot for rows that are padded, or done when the step starts
     seq_lens: Tensor  # [B]
     fold_len: Tensor  # [B]: checkpoint length once the step has folded
-    positions: Tensor  # [B, W]
+    positions: Tensor  # [B, W]: where a node's KV and ring entries are stored
+    logical: Tensor  # [B, W]: of a tree's nodes seq_lens + depth; of a chain's `positions` itself
+    ancestors: Tensor | None  # [B, W] int64: `draft_tree.ancestor_bits`; None is a chain
     kv_write: Tensor  # [B * W]
     replay: ReplayIndices
     conv_write: Tensor  # [B * W]
     conv_taps: Tensor  # [width, B * W]
     live: Tensor  # [B * W] bool: whether the token is of a row that is neither padded nor done
+
+
+@dataclass(frozen=True)
+class PathMoves:
+    """Which entries `draft_tree.compact` moves once B trees of W nodes are settled, each [B, W]."""
+
+    kv_read: Tensor
+    kv_write: Tensor
+    ring_read: Tensor
+    ring_write: Tensor
+    conv_read: Tensor
+    conv_write: Tensor
 
 
 def kv_entries(
@@ -138,10 +153,15 @@ def window_indices(
     constants: StepConstants,
     *,
     window: int,  # W
+    tree: Tensor | None = None,  # [slots + 1, W_max] int64: `draft_tree.ancestor_bits` of each slot
 ) -> WindowIndices:
     """Derive a step's index tensors from its slots and the slot table, on the device.
 
     A row whose slot is done is renamed to the null slot here, once for every layer and stage.
+
+    With `tree`, node i is stored at seq_lens + i, and the tap at distance t of it is its t-th
+    ancestor, or where its path is shorter the committed position seq_lens + depth - t. A null row's
+    bits are not read: its nodes see themselves alone, at depth 0.
     """
     done = columns.done.index_select(0, slots)
     slots = slots.masked_fill(done, geometry.null_slot)
@@ -155,7 +175,13 @@ def window_indices(
     flat = positions.view(-1)
     token_slots = slots[:, None].expand(-1, window).reshape(-1)
     conv_base = token_slots * geometry.conv_ring_len
-    tap_positions = flat - constants.tap_distance
+    ancestors, logical, tap_positions = None, positions, flat - constants.tap_distance
+    if tree is not None:
+        is_null = (slots == geometry.null_slot)[:, None]
+        ancestors = tree.index_select(0, slots)[:, :window]
+        ancestors = torch.where(is_null, 1 << constants.window[:window], ancestors)
+        logical = seq_lens[:, None] + depths(ancestors, window)
+        tap_positions = _path_taps(ancestors, seq_lens, logical, constants)
     conv_taps = (conv_base + tap_positions % geometry.conv_ring_len).masked_fill(
         tap_positions < 0, geometry.conv_zero
     )
@@ -166,6 +192,8 @@ def window_indices(
         seq_lens=seq_lens,
         fold_len=fold_len,
         positions=positions,
+        logical=logical,
+        ancestors=ancestors,
         kv_write=kv_entries(columns.page_table, slots, positions, geometry.page_size),
         replay=ReplayIndices(
             ring_read=ring_read.masked_fill(replayed >= seq_lens[:, None], geometry.ring_zero),
@@ -179,4 +207,48 @@ def window_indices(
         conv_write=conv_base + flat % geometry.conv_ring_len,
         conv_taps=conv_taps,
         live=token_slots != geometry.null_slot,
+    )
+
+
+def _path_taps(
+    ancestors: Tensor,  # [B, W]
+    seq_lens: Tensor,  # [B]
+    logical: Tensor,  # [B, W]
+    constants: StepConstants,
+) -> Tensor:  # [width, B * W]: storage positions of nodes, then committed ones, also below 0
+    distance = constants.tap_distance
+    nodes = nth_ancestors(ancestors, distance[:, 0])
+    committed = logical - distance[:, :, None]
+    return torch.where(nodes < 0, committed, seq_lens[:, None] + nodes).flatten(1)
+
+
+def path_moves(
+    path: Tensor,  # [B, W] int64: nodes of the accepted path, node 0 first
+    lens: Tensor,  # [B] int64: how many of them were kept; 0 for padded rows
+    slots: Tensor,  # [B] int64
+    seq_lens: Tensor,  # [B] int64: committed length before the window
+    page_table: Tensor,  # [slots + 1, P]
+    geometry: Geometry,
+) -> PathMoves:
+    """Return the moves that make the path's i-th node stand at position seq_lens + i.
+
+    What lies past the path stays where it is.
+    """
+    write = torch.arange(path.shape[1], device=path.device).expand_as(path)
+    read = torch.where(write < lens[:, None], path, write)
+
+    def in_ring(nodes: Tensor, ring_len: int) -> Tensor:
+        return slots[:, None] * ring_len + (seq_lens[:, None] + nodes) % ring_len
+
+    def in_pages(nodes: Tensor) -> Tensor:
+        positions = seq_lens[:, None] + nodes
+        return kv_entries(page_table, slots, positions, geometry.page_size).view_as(path)
+
+    return PathMoves(
+        kv_read=in_pages(read),
+        kv_write=in_pages(write),
+        ring_read=in_ring(read, geometry.ring_len),
+        ring_write=in_ring(write, geometry.ring_len),
+        conv_read=in_ring(read, geometry.conv_ring_len),
+        conv_write=in_ring(write, geometry.conv_ring_len),
     )

@@ -1,4 +1,4 @@
-"""`reference.window_indices` in one launch, the same integers."""
+"""The functions of `reference.py` in one launch each, the same integers."""
 
 from __future__ import annotations
 
@@ -8,24 +8,31 @@ import torch
 import triton
 
 from gapless.ops.linear_replay import ReplayIndices
-from gapless.ops.step_metadata.kernels import _window_indices_kernel
-from gapless.ops.step_metadata.reference import Geometry, SlotColumns, WindowIndices
+from gapless.ops.step_metadata.kernels import _path_moves_kernel, _window_indices_kernel
+from gapless.ops.step_metadata.reference import Geometry, PathMoves, SlotColumns, WindowIndices
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 def window_indices(
-    slots: Tensor, columns: SlotColumns, geometry: Geometry, *, window: int
+    slots: Tensor,
+    columns: SlotColumns,
+    geometry: Geometry,
+    *,
+    window: int,
+    tree: Tensor | None = None,
 ) -> WindowIndices:
     """See `reference.window_indices`."""
-    out = empty_indices(slots.shape[0], geometry, window=window, device=slots.device)
-    fill(out, slots, columns, geometry)
+    num_rows, device = slots.shape[0], slots.device
+    is_tree = tree is not None
+    out = empty_indices(num_rows, geometry, window=window, is_tree=is_tree, device=device)
+    fill(out, slots, columns, geometry, tree)
     return out
 
 
 def empty_indices(
-    num_rows: int, geometry: Geometry, *, window: int, device: torch.device
+    num_rows: int, geometry: Geometry, *, window: int, is_tree: bool = False, device: torch.device
 ) -> WindowIndices:
     """Allocate the index tensors of `num_rows` windows."""
     num_replayed, num_tokens = geometry.num_replayed, num_rows * window
@@ -33,11 +40,14 @@ def empty_indices(
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
+    positions = empty(num_rows, window)
     return WindowIndices(
         slots=empty(num_rows),
         seq_lens=empty(num_rows),
         fold_len=empty(num_rows),
-        positions=empty(num_rows, window),
+        positions=positions,
+        logical=empty(num_rows, window) if is_tree else positions,
+        ancestors=empty(num_rows, window) if is_tree else None,
         kv_write=empty(num_tokens),
         replay=ReplayIndices(
             ring_read=empty(num_rows, num_replayed),
@@ -52,11 +62,18 @@ def empty_indices(
     )
 
 
-def fill(out: WindowIndices, slots: Tensor, columns: SlotColumns, geometry: Geometry) -> None:
+def fill(
+    out: WindowIndices,
+    slots: Tensor,
+    columns: SlotColumns,
+    geometry: Geometry,
+    tree: Tensor | None = None,
+) -> None:
     """Write the indices of `slots` [B] into contiguous tensors of `empty_indices`' shapes."""
     num_rows, window = out.positions.shape
     num_replayed = geometry.num_replayed
     assert columns.page_table.stride(1) == 1, "a page table's rows are contiguous"
+    assert tree is None or tree.stride(1) == 1, "a slot's bits are contiguous"
     _window_indices_kernel[(num_rows,)](
         slots,
         columns.seq_lens,
@@ -64,10 +81,14 @@ def fill(out: WindowIndices, slots: Tensor, columns: SlotColumns, geometry: Geom
         columns.state_rows,
         columns.done.view(torch.uint8),
         columns.page_table,
+        # without a tree nobody reads this, or writes its ancestors
+        slots if tree is None else tree,
         out.slots,
         out.seq_lens,
         out.fold_len,
         out.positions,
+        out.logical,
+        out.positions if out.ancestors is None else out.ancestors,
         out.kv_write,
         out.replay.ring_read,
         out.replay.ring_write,
@@ -79,6 +100,7 @@ def fill(out: WindowIndices, slots: Tensor, columns: SlotColumns, geometry: Geom
         out.live.view(torch.uint8),
         num_rows * window,
         columns.page_table.stride(0),
+        0 if tree is None else tree.stride(0),
         NULL_SLOT=geometry.null_slot,
         NULL_ROW=geometry.null_row,
         ZERO_ROW=geometry.zero_row,
@@ -93,5 +115,42 @@ def fill(out: WindowIndices, slots: Tensor, columns: SlotColumns, geometry: Geom
         W=window,
         BLOCK_N=triton.next_power_of_2(num_replayed),
         BLOCK_W=triton.next_power_of_2(window),
+        HAS_TREE=tree is not None,
         num_warps=1,
     )
+
+
+def path_moves(
+    path: Tensor,
+    lens: Tensor,
+    slots: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    geometry: Geometry,
+) -> PathMoves:
+    """See `reference.path_moves`. Indices are contiguous."""
+    assert page_table.stride(1) == 1, "a page table's rows are contiguous"
+    assert path.is_contiguous(), "paths are contiguous"
+    window = path.shape[1]
+    out = PathMoves(*(torch.empty_like(path) for _ in range(6)))
+    _path_moves_kernel[(path.shape[0],)](
+        path,
+        lens,
+        slots,
+        seq_lens,
+        page_table,
+        out.kv_read,
+        out.kv_write,
+        out.ring_read,
+        out.ring_write,
+        out.conv_read,
+        out.conv_write,
+        page_table.stride(0),
+        PAGE_SIZE=geometry.page_size,
+        R=geometry.ring_len,
+        R_C=geometry.conv_ring_len,
+        W=window,
+        BLOCK_W=triton.next_power_of_2(window),
+        num_warps=1,
+    )
+    return out
