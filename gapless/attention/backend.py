@@ -10,6 +10,9 @@ import importlib.util
 import logging
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
+from gapless.attention.measured import faster_for_latents
 from gapless.core.architecture import LatentSpec
 from gapless.errors import BackendUnavailable
 
@@ -127,7 +130,14 @@ class AttentionBackend(Protocol):
         ...
 
 
-def choose_backend(name: str, *, device: str, layers: Collection[PagedSpec], dtype: str) -> str:
+def choose_backend(
+    name: str,
+    *,
+    device: str,
+    layers: Collection[PagedSpec],
+    dtype: str,
+    has_tree: bool = False,
+) -> str:
     """Return the backend that `name` stands for, and log why it is that one.
 
     Raises:
@@ -138,12 +148,23 @@ def choose_backend(name: str, *, device: str, layers: Collection[PagedSpec], dty
         raise BackendUnavailable(
             f"attention_backend=triton on {missing}; use attention_backend=reference or auto"
         )
+    if name == "flashinfer":
+        lacks = _flashinfer_lacks(device, layers, dtype, has_tree=has_tree) or missing
+        if lacks:
+            raise BackendUnavailable(
+                f"attention_backend=flashinfer on {lacks}; use attention_backend=triton or auto"
+            )
     if name != "auto":
         logger.info("attention backend = %s (asked for)", name)
         return name
     if missing:
         logger.info("attention backend = reference (the triton kernels serve no %s)", missing)
         return "reference"
+    if not _flashinfer_lacks(device, layers, dtype, has_tree=has_tree):
+        gpu = torch.cuda.get_device_name(device)
+        faster = faster_for_latents(gpu)
+        logger.info("attention backend = %s (the faster as measured on %s)", faster, gpu)
+        return faster
     logger.info("attention backend = triton (device %s)", device)
     return "triton"
 
@@ -153,23 +174,54 @@ def make_backend(
     *,
     page_size: int,
     max_len: int,
+    max_rows: int,
     device: str,
     layers: Collection[PagedSpec],
     dtype: str,
+    has_tree: bool = False,
 ) -> AttentionBackend:
     """Make the backend `name`, or with "auto" the fastest that serves this device and model.
 
-    Args: page_size, max_len: of the page table. layers: all that attend over pages.
+    Args: page_size, max_len: of the page table. max_rows: most rows of a window. layers: all that
+    attend over pages, with the heads of a rank. has_tree: whether windows may be draft trees.
 
     Raises:
         BackendUnavailable: `name` is asked for and cannot serve this device or model.
     """
-    name = choose_backend(name, device=device, layers=layers, dtype=dtype)
-    module, _, attribute = BACKENDS[name].partition(":")
+    name = choose_backend(name, device=device, layers=layers, dtype=dtype, has_tree=has_tree)
+    is_host_planned = name == "flashinfer"
+    module, _, attribute = BACKENDS["triton" if is_host_planned else name].partition(":")
     backend: AttentionBackend = vars(importlib.import_module(module))[attribute](
         page_size=page_size, max_len=max_len, device=device
     )
-    return backend
+    if not is_host_planned:
+        return backend
+    from gapless.attention.flashinfer import FlashInferAttention
+
+    spec = next(iter(layers))
+    assert isinstance(spec, LatentSpec), "chosen for latent attention alone"
+    return FlashInferAttention(
+        page_size=page_size,
+        max_len=max_len,
+        max_rows=max_rows,
+        device=device,
+        spec=spec,
+        dtype=vars(torch)[dtype],
+        on_device=backend,
+    )
+
+
+def _flashinfer_lacks(
+    device: str, layers: Collection[PagedSpec], dtype: str, *, has_tree: bool
+) -> str | None:
+    """What of device, model and windows FlashInfer does not serve; None if it serves it all."""
+    if not device.startswith("cuda"):
+        return f"device {device} (want cuda)"
+    if has_tree:
+        return "draft trees (want chains: speculative_topk=1)"
+    from gapless.attention.flashinfer import unsupported
+
+    return unsupported(layers, dtype)
 
 
 def _triton_lacks(device: str, layers: Collection[PagedSpec], dtype: str) -> str | None:

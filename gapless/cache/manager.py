@@ -60,7 +60,7 @@ class CacheManager:
 
     def num_pages_at_limit(self, limit_len: int) -> int:
         """Pages that a request of this limit holds at its end: the most it ever needs."""
-        return num_pages_for(largest_reserved_len(self._limits.max_window, limit_len), self._size)
+        return num_pages_for(self._largest_len(limit_len), self._size)
 
     def admit(self, request: Request, *, is_alone: bool) -> Admission | WaitReason:
         """Give a row, and pages for all its tokens and the steps after them; all or nothing.
@@ -231,5 +231,9 @@ class CacheManager:
             )
 
     def _num_pages(self, request: Request, committed_len: int) -> int:
-        tokens = reserved_len(committed_len, self._limits.max_window, request.limit_len)
+        limits = self._limits
+        tokens = reserved_len(committed_len, limits.max_window, request.limit_len, limits.tree)
         return num_pages_for(tokens, self._size)
+
+    def _largest_len(self, limit_len: int) -> int:
+        return largest_reserved_len(self._limits.max_window, limit_len, self._limits.tree)

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gapless.core.draft_shape import draft_reach, most_emitted, step_reach
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from gapless.core.draft_shape import TreeShape
 
 
 def num_pages_for(tokens: int, page_size: int) -> int:
@@ -17,31 +21,36 @@ def num_pages_for(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)
 
 
-def reserved_len(committed_len: int, max_window: int, limit_len: int) -> int:
+def reserved_len(
+    committed_len: int, max_window: int, limit_len: int, tree: TreeShape | None = None
+) -> int:
     """Tokens whose pages must exist before a decode step is launched.
 
-    With c the committed length that the host has read, W the window, q the device's
-    committed length when the step starts and q' when it has accepted:
+    With c the committed length that the host has read, W the window, E the most tokens that a step
+    emits, F how far the draft passes reach past the newest token, q the device's committed length
+    when the step starts and q' when it has accepted:
 
-    - one step may be unread: `q <= c + W`, and `q' <= q + W`
+    - one step may be unread: `q <= c + E`, and `q' <= q + E`
     - verify writes positions up to `q + W - 1`, extend up to `q'`, and the draft passes, the
-      first of which is extend's, up to `q' + W - 2` (no such pass for W = 1)
+      first of which is extend's, up to `q' + F`
 
-    so the last position is `c + 3W - 2`, that is `c + 3W - 1` tokens. Near the limit a row that
-    runs has at most `limit_len - 1` tokens, so `q <= limit_len - 2`: verify ends at
-    `limit_len + W - 3`; accept emits nothing past the limit, so extend ends at `limit_len - 1`
-    (W > 1 only); a row that drafts is not done, so its drafts end at `limit_len + W - 4`. No
-    request touches more than `limit_len + W - 2` tokens: for W = 1 that is `limit_len - 1`, its
-    last committed length.
+    so `c + max(E + W, 2E + F + 1)` tokens: for a chain, where E is W and F is W - 2, `c + 3W - 1`.
+    Near the limit a row that runs has at most `limit_len - 1` tokens, so `q <= limit_len - 2`:
+    verify ends at `limit_len + W - 3`; accept emits nothing past the limit, so extend ends at
+    `limit_len - 1` (W > 1 only); a row that drafts is not done, so its drafts end at
+    `limit_len - 2 + F`. No request touches more than `limit_len + max(W - 2, F - 1)` tokens: for
+    W = 1 that is `limit_len - 1`, its last committed length.
 
     `committed_len` is below `limit_len`. All counts are tokens.
     """
-    return min(committed_len + 3 * max_window - 1, largest_reserved_len(max_window, limit_len))
+    emitted = most_emitted(max_window, tree)
+    reach = emitted + step_reach(max_window, tree)
+    return min(committed_len + reach, largest_reserved_len(max_window, limit_len, tree))
 
 
-def largest_reserved_len(max_window: int, limit_len: int) -> int:
+def largest_reserved_len(max_window: int, limit_len: int, tree: TreeShape | None = None) -> int:
     """The value that `reserved_len` reaches at the end of a request; derivation there."""
-    return limit_len + max_window - 2
+    return limit_len + max(max_window - 2, draft_reach(max_window, tree) - 1)
 
 
 class PagePool:

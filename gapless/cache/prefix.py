@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gapless.cache.pages import PagePool
     from gapless.cache.rows import IdPool
     from gapless.core.counters import CacheCounters
+    from gapless.core.draft_shape import TreeShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,9 @@ class CacheLimits:
     num_state_rows: int
     """Rows of the state pool, the null row apart."""
     max_window: int
-    """Most tokens that a decode step emits per row."""
+    """Tokens that a decode step verifies per row: the newest one and its drafts."""
+    tree: TreeShape | None = None
+    """How the drafts of a window branch; None: in a row."""
     uses_prefix_cache: bool = True
     needs_snapshots: bool = True
     """Whether a prefix can be resumed at snapshots only, and not wherever its KV lies."""

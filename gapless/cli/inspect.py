@@ -21,6 +21,7 @@ from gapless.config.resolve import (
     DeviceInfo,
     demand,
     resolve_footprint,
+    window_shape,
 )
 from gapless.core.architecture import MlpSpec, conv_ring_capacity, ring_capacity
 from gapless.core.footprint import human, num_active_parameters, num_mtp_parameters
@@ -104,9 +105,12 @@ class Inspect:
         plain = resolve_footprint(options, spec, hf.dtype, device)
         footprints = {0: plain}
         if num_drafts:
+            max_window, tree = window_shape(options, num_drafts)
+            num_drafts = max_window - 1
             footprints[num_drafts] = replace(
                 plain,
-                max_window=1 + num_drafts,
+                max_window=max_window,
+                tree=tree,
                 uses_mtp=options.speculative_algorithm in ("auto", "mtp"),
             )
         wanted = demand(options, footprints[num_drafts], device)

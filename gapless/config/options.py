@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from gapless.errors import ConfigError
 
+# what others call context parallelism, which does not exist here
+CONTEXT_PARALLEL_NAMES = ("cp", "context_parallel_size", "cp_size", "dcp_size")
+
 DtypeName = Literal["auto", "float32", "bfloat16", "float64"]
 
 
@@ -65,15 +68,24 @@ class EngineOptions:
     plan_stream: bool = False
     """Run the host's attention plans on a stream of their own, beside the drafting of the step
     before; for attention backends that plan on the host."""
-    attention_backend: Literal["auto", "triton", "reference"] = "auto"
-    """Kernels of full attention; auto: triton on a GPU where it serves the model."""
+    attention_backend: Literal["auto", "triton", "flashinfer", "reference"] = "auto"
+    """Kernels of attention over pages; auto: triton on a GPU where it serves the model, or for
+    latent attention flashinfer where it is installed and measured to be faster."""
     linear_replayssm_cache_len: int | None = None
     """Tokens between two writes of a recurrent state (L); 1 writes it every step; default 16."""
     speculative_algorithm: Literal["auto", "mtp", "ngram", "none"] = "auto"
     """Where drafts come from: the checkpoint's MTP layer, or a look-up in the request's own text;
     auto: mtp where the checkpoint has its weights."""
     speculative_num_steps: int | None = None
-    """Tokens drafted per step, 0 to 15; 0 decodes plainly. Default 3 with a drafter."""
+    """Passes of the drafter per step, 0 to 15, and so the tokens of the longest run of drafts; 0
+    decodes plainly. Default 3 with a drafter."""
+    speculative_topk: int = 1
+    """Tokens proposed after each draft that is gone on from: 1 drafts a chain, more a tree (mtp
+    only)."""
+    speculative_num_draft_tokens: int | None = None
+    """Tokens that a step verifies per request, at most 16: the newest one, which is the root of the
+    tree, and its drafts. A chain has speculative_num_steps + 1; default of a tree: 8, or as close
+    to it as its shape allows."""
     speculative_simulate_acceptance: float | None = None
     """Mean tokens per step to pretend, for benchmarks with --load-format dummy."""
     num_threads: int | None = None
@@ -90,7 +102,12 @@ class EngineOptions:
             ConfigError: a key is unknown; the nearest known one is suggested.
         """
         known = [field.name for field in fields(cls)]
-        for key in values:
+        for key, value in values.items():
+            if key in CONTEXT_PARALLEL_NAMES:
+                raise ConfigError(
+                    f"{key}={value!r}: positions of a request are not divided over ranks, "
+                    "and attention plans need whole lengths; use tp"
+                )
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1)
                 hint = (

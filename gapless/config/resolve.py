@@ -16,6 +16,7 @@ from gapless.config.budget import (
 )
 from gapless.config.options import EngineOptions
 from gapless.config.switches import Switches, resolve_switches
+from gapless.core.draft_shape import TreeShape, draft_reach
 from gapless.core.footprint import Footprint, human
 from gapless.core.parallel import check_world_size
 from gapless.errors import ConfigError
@@ -30,6 +31,11 @@ logger = logging.getLogger(__name__)
 # tokens drafted per step where nothing else is asked for, and at most
 DEFAULT_DRAFTS = 3
 MOST_DRAFTS = 15
+# tokens that a step verifies, at most and in a tree where nothing else is asked for
+MOST_NODES = 1 + MOST_DRAFTS
+DEFAULT_NODES = 8
+# drafts that the passes of a step may go on from together: a bit of an integer for each
+MOST_BEAM_NODES = 63
 DEFAULT_QUEUE = 8192
 
 
@@ -69,8 +75,9 @@ class Config:
     """Bytes of one state row; 0 where a prefix is resumed from its pages alone."""
     replay_len: int  # L
     max_window: int  # W_max
+    tree: TreeShape | None
+    """How the drafts of a window branch; None: in a row."""
     num_threads: int
-    attention_backend: str  # "auto", "triton" or "reference"
     drafter: str  # "none", "mtp" or "ngram"
     switches: Switches
     simulated_acceptance: float | None
@@ -96,10 +103,11 @@ def resolve(
         ConfigError: an option is out of range, has no effect on this model or device, or does
             not fit the memory.
     """
-    drafter, num_drafts = _drafting(options, architecture, has_mtp_weights=has_mtp_weights)
+    drafter, max_window, tree = _drafting(options, architecture, has_mtp_weights=has_mtp_weights)
     footprint = replace(
         resolve_footprint(options, architecture, checkpoint_dtype, device),
-        max_window=1 + num_drafts,
+        max_window=max_window,
+        tree=tree,
         uses_mtp=drafter == "mtp",
     )
     on_gpu = device.kind == "cuda"
@@ -129,9 +137,9 @@ def resolve(
         page_bytes=footprint.page_bytes,
         row_bytes=footprint.row_bytes,
         replay_len=footprint.replay_len,
-        max_window=footprint.max_window,
+        max_window=max_window,
+        tree=tree,
         num_threads=_choose("num_threads", options.num_threads, device.num_threads),
-        attention_backend=options.attention_backend,
         drafter=drafter,
         switches=resolve_switches(options, device=device.kind, drafter=drafter),
         simulated_acceptance=options.speculative_simulate_acceptance,
@@ -196,8 +204,8 @@ def resolve_footprint(
 
 def _drafting(
     options: EngineOptions, architecture: Architecture, *, has_mtp_weights: bool
-) -> tuple[str, int]:
-    """Decide the drafter and how many tokens it drafts per step."""
+) -> tuple[str, int, TreeShape | None]:
+    """Decide the drafter, how many tokens a step verifies, and how its drafts branch."""
     asked, num_steps = options.speculative_algorithm, options.speculative_num_steps
     _check_drafting(options)
     drafter: str = asked
@@ -226,8 +234,62 @@ def _drafting(
             raise ConfigError(
                 "speculative_simulate_acceptance has no effect without a drafter; leave it out"
             )
-        return drafter, 0
-    return drafter, _choose("speculative_num_steps", num_steps, DEFAULT_DRAFTS)
+        _check_no_window(options)
+        return drafter, 1, None
+    num_steps = _choose("speculative_num_steps", num_steps, DEFAULT_DRAFTS)
+    if options.speculative_topk > 1 and drafter != "mtp":
+        raise ConfigError(
+            f"speculative_topk={options.speculative_topk}: speculative_algorithm={drafter} drafts "
+            "chains only; use speculative_algorithm=mtp, or leave it out"
+        )
+    return drafter, *window_shape(options, num_steps)
+
+
+def _check_no_window(options: EngineOptions) -> None:
+    for name, default in (("speculative_topk", 1), ("speculative_num_draft_tokens", None)):
+        if _field(options, name) != default:
+            raise ConfigError(
+                f"{name}={_field(options, name)} has no effect without a drafter; leave it out"
+            )
+
+
+def window_shape(options: EngineOptions, num_steps: int) -> tuple[int, TreeShape | None]:
+    """Decide how many tokens a step verifies, and how its drafts branch.
+
+    Raises:
+        ConfigError: the options contradict each other.
+    """
+    topk, asked = options.speculative_topk, options.speculative_num_draft_tokens
+    if topk == 1:
+        if asked not in (None, num_steps + 1):
+            raise ConfigError(
+                f"speculative_num_draft_tokens={asked}: a chain of speculative_num_steps="
+                f"{num_steps} has {num_steps + 1}, the newest token among them; leave it out, or "
+                "set speculative_topk above 1 for a tree"
+            )
+        return num_steps + 1, None
+    tree = TreeShape(num_steps, topk)
+    # fewer nodes than the deepest path has would leave the last passes without effect, and fewer
+    # than the root and its children would leave some of these
+    least = 1 + max(num_steps, topk)
+    most = min(MOST_NODES, 1 + tree.num_candidates)
+    if least > most:
+        raise ConfigError(
+            f"speculative_topk={topk}: want at most {MOST_NODES - 1} drafts after a token; lower it"
+        )
+    if draft_reach(MOST_NODES, tree) > MOST_BEAM_NODES:
+        raise ConfigError(
+            f"speculative_topk={topk} with speculative_num_steps={num_steps} goes on from "
+            f"{draft_reach(MOST_NODES, tree)} drafts; want at most {MOST_BEAM_NODES}: lower one"
+        )
+    default = min(max(DEFAULT_NODES, least), most)
+    num_nodes = _choose("speculative_num_draft_tokens", asked, default)
+    if not least <= num_nodes <= most:
+        raise ConfigError(
+            f"speculative_num_draft_tokens={num_nodes}: with speculative_topk={topk} and "
+            f"speculative_num_steps={num_steps} want {least} to {most}, the newest token among them"
+        )
+    return num_nodes, tree
 
 
 def _check_drafting(options: EngineOptions) -> None:
@@ -243,9 +305,15 @@ def _check_drafting(options: EngineOptions) -> None:
             f"speculative_algorithm={asked} drafts nothing with speculative_num_steps=0; leave out "
             "the one or the other"
         )
+    _check_tree_ranges(options)
     wanted = options.speculative_simulate_acceptance
     if wanted is None:
         return
+    if options.speculative_topk > 1:
+        raise ConfigError(
+            "speculative_simulate_acceptance: a tree has no path that is sure to be as long as "
+            "pretended; leave out speculative_topk"
+        )
     if options.load_format != "dummy":
         raise ConfigError(
             "speculative_simulate_acceptance changes the tokens: it is for benchmarks with "
@@ -255,6 +323,19 @@ def _check_drafting(options: EngineOptions) -> None:
     if not isinstance(wanted, (int, float)) or not 1 <= wanted <= most:
         raise ConfigError(
             f"speculative_simulate_acceptance={wanted!r}: want 1 to {most} tokens per step"
+        )
+
+
+def _check_tree_ranges(options: EngineOptions) -> None:
+    topk, num_nodes = options.speculative_topk, options.speculative_num_draft_tokens
+    _check_at_least_1("speculative_topk", topk)
+    if num_nodes is None:
+        return
+    _check_at_least_1("speculative_num_draft_tokens", num_nodes)
+    if not 2 <= num_nodes <= MOST_NODES:
+        raise ConfigError(
+            f"speculative_num_draft_tokens={num_nodes}: want 2 to {MOST_NODES}, the newest token "
+            "among them"
         )
 
 

@@ -26,6 +26,8 @@ class Graphs(StrEnum):
 class Switches:
     """How steps are launched; tokens are the same with all of them."""
 
+    attention_backend: str
+    """As asked for, auto included."""
     runs_ahead: bool
     """Whether a step is launched before the one before it is read."""
     graphs: Graphs
@@ -58,8 +60,14 @@ def resolve_switches(options: EngineOptions, *, device: str, drafter: str) -> Sw
             "plan_stream has no effect with disable_overlap_schedule: a step is planned once the "
             "one before it is over; leave out one of them"
         )
+    if options.plan_stream and options.disable_cuda_graph:
+        raise ConfigError(
+            "plan_stream has no effect with disable_cuda_graph: launching takes longer than "
+            "planning; leave out one of them"
+        )
     graphs = Graphs.STAGE if options.stage_graphs else Graphs.STEP
     return Switches(
+        attention_backend=options.attention_backend,
         runs_ahead=not options.disable_overlap_schedule,
         graphs=Graphs.NONE if options.disable_cuda_graph else graphs,
         fuses_metadata=not options.disable_fused_metadata,

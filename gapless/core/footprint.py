@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gapless.core.architecture import DTYPE_BYTES, Architecture, LayerSpec, MoeSpec, PagedSpec
+from gapless.core.draft_shape import TreeShape, draft_reach
 from gapless.core.parallel import architecture_of_rank, head_rows
 
 
@@ -25,6 +26,7 @@ class Footprint:
     page_size: int
     replay_len: int  # L
     max_window: int  # W_max
+    tree: TreeShape | None = None  # None: drafts in a row
     uses_mtp: bool = True
     """Whether a window above 1 is drafted by the model's MTP layers, where it has some."""
     world_size: int = 1
@@ -147,11 +149,16 @@ class Footprint:
 
         `CacheManager.num_pages_at_limit` gives out that many; the derivation is in `cache/pages`.
         """
-        return -(-(limit_len + self.max_window - 2) // self.page_size)
+        return -(-(limit_len + self._overshoot) // self.page_size)
 
     def longest_request(self, num_pages: int) -> int:
         """Most tokens, prompt and output, of a request that holds `num_pages` pages."""
-        return num_pages * self.page_size + 2 - self.max_window
+        return num_pages * self.page_size - self._overshoot
+
+    @property
+    def _overshoot(self) -> int:
+        """Positions past its limit that a request's last steps reach."""
+        return max(self.max_window - 2, draft_reach(self.max_window, self.tree) - 1)
 
 
 def human(size: int) -> str:

@@ -84,14 +84,23 @@ class Grammar:
 class GrammarState(Protocol):
     """How far one request's output has come in its grammar."""
 
-    def fill(self, output_ids: Sequence[int], drafts: Sequence[int], masks: np.ndarray) -> None:
-        """Write which tokens may follow the output, and it with each further draft.
+    def fill(
+        self,
+        output_ids: Sequence[int],
+        drafts: Sequence[int],
+        masks: np.ndarray,
+        parents: Sequence[int] | None = None,
+    ) -> None:
+        """Write which tokens may follow the output, and it with the drafts that lead to each.
 
         Args:
             output_ids: all tokens of output; those of the last call begin them.
-            drafts: proposals after them; at the first that the grammar refuses the rest of the
-                masks is left as it is.
-            masks: [1 + len(drafts) or more, ceil(V / 32)] int32, contiguous; bit `t % 32` of word
-                `t // 32` says whether token `t` may stand there.
+            drafts: proposals after them; the masks of those that the grammar refuses, and of all
+                that come after such a one, are left as they are.
+            masks: [1 + len(drafts) or more, ceil(V / 32)] int32, contiguous: that of the output,
+                then one for each draft; bit `t % 32` of word `t // 32` says whether token `t` may
+                stand there.
+            parents: of each draft, which of the masks is that of the token before it; an earlier
+                one. None: each follows the one before.
         """
         ...

@@ -383,6 +383,7 @@ def _limits(config: Config) -> SchedulerLimits:
         num_state_rows=config.num_state_rows,
         chunked_prefill_size=config.chunked_prefill_size,
         max_window=config.max_window,
+        tree=config.tree,
         replay_len=config.replay_len,
         uses_prefix_cache=config.uses_prefix_cache,
         needs_snapshots=config.row_bytes > 0,

@@ -35,6 +35,7 @@ class WindowBatch(AttentionBatch):
     replay: ReplayIndices
     conv_write: Tensor  # [T]
     conv_taps: Tensor  # [width, T], entries of the convolution ring
+    ancestors: Tensor | None  # [B, W] int64: `draft_tree.ancestor_bits`; None is a chain
 
 
 @dataclass(frozen=True)

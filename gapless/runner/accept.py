@@ -5,17 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gapless.ops.acceptance import settle_windows
+from gapless.ops.acceptance import Settled, SettledTrees, settle_trees, settle_windows
+from gapless.ops.draft_tree import compact, depths
 from gapless.ops.sampling import (
     EditRows,
     MaskRows,
     SamplingMode,
     edit_logits,
+    edit_trees,
     edit_windows,
     mask_logits,
     packed_logprobs,
+    rank_tokens,
     sample,
 )
+from gapless.ops.step_metadata import path_moves
 from gapless.speculative.drafter import Frontier
 
 if TYPE_CHECKING:
@@ -37,6 +41,7 @@ class Verified:
     seq_lens: Tensor  # [B]: committed length before the window
     checkpoint_len: Tensor  # [B]: checkpoint length once the step is over
     logits: Tensor  # [B * W, V]
+    ancestors: Tensor | None  # [B, W] int64: `draft_tree.ancestor_bits`; None is a chain
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Accepted:
     seq_lens: Tensor  # [B]: committed length after the step
     newest: Tensor  # [B]: the last token emitted
     logprobs: Tensor | None  # [B * W, 1 + 2 * num_top] of `tokens`, as `packed_logprobs` packs them
+    path: Tensor | None  # [B, W]: node after which each of `tokens` was sampled; None of a chain
 
 
 def accept(
@@ -61,7 +67,8 @@ def accept(
 ) -> Accepted:
     """Sample every window position, keep what stands, and store the step's outcome in the table.
 
-    The null slot stays at length 0 and done: its rows write back what they found.
+    What the target wrote for the longest path of a tree is moved to consecutive positions. The null
+    slot stays at length 0 and done: its rows write back what they found.
 
     Args:
         num_top: most likely tokens whose log-probabilities come with each token's own; None leaves
@@ -71,34 +78,32 @@ def accept(
     table, slots = device.table, verified.slots
     rows = slots.shape[0]
     window = verified.logits.shape[0] // rows
+    offsets = device.window_offsets
     logits = verified.logits
     if mode.edits_logits:
-        window_tokens = table.window_tokens.index_select(0, slots)[:, :window]
-        by_window = logits.view(rows, window, -1)
-        logits = edit_windows(by_window, window_tokens, table.edit_rows(slots)).view_as(logits)
+        logits = _edited(table, verified, window)
     if masks is not None:
         logits = mask_logits(logits, masks)
-    sampled_at = verified.seq_lens[:, None] + device.window_offsets[1 : window + 1]
-    tokens = sample(
+    ahead = offsets[1 : window + 1]
+    if verified.ancestors is not None:
+        ahead = depths(verified.ancestors, window) + 1
+    sampled_at = verified.seq_lens[:, None] + ahead
+    sampled = sample(
         logits,
         sampled_at.view(-1),
         table.sampling_rows(slots, repeat=window),
         mode=mode,
     ).view(rows, window)
-    settled = settle_windows(
-        tokens,
-        slots,
-        verified.seq_lens,
-        verified.checkpoint_len,
-        table.accept_columns,
-        null_slot=device.geometry.null_slot,
-        forced=device.forced_drafts(sampled_at[:, 0]),
-    )
+    settled, tokens, path = _settle(device, verified, sampled, sampled_at[:, 0])
     if mode.edits_logits:
-        table.count(slots, tokens, device.window_offsets[:window] < settled.lens[:, None])
+        table.count(slots, tokens, offsets[:window] < settled.lens[:, None])
     logprobs = None
     if num_top is not None:
-        logprobs = packed_logprobs(verified.logits, tokens.view(-1), num_top)
+        logprobs = packed_logprobs(verified.logits, sampled.view(-1), num_top)
+        if path is not None:
+            by_node = logprobs.view(rows, window, -1)
+            index = path[:, :, None].expand_as(by_node)
+            logprobs = by_node.gather(1, index).flatten(0, 1)
     return Accepted(
         tokens,
         settled.lens,
@@ -107,7 +112,57 @@ def accept(
         settled.seq_lens,
         settled.newest,
         logprobs,
+        path,
     )
+
+
+def _edited(table: SlotTable, verified: Verified, window: int) -> Tensor:  # [B * W, V]
+    """Apply bias and penalties at every window position."""
+    slots, bits = verified.slots, verified.ancestors
+    tokens, rows = table.window_tokens.index_select(0, slots)[:, :window], table.edit_rows(slots)
+    logits = verified.logits.view(*tokens.shape, -1)
+    if bits is None:
+        edited = edit_windows(logits, tokens, rows)
+    else:
+        edited = edit_trees(logits, tokens, bits, rows)
+    return edited.view_as(verified.logits)
+
+
+def _settle(
+    device: Device,
+    verified: Verified,
+    sampled: Tensor,  # [B, W]
+    sampled_at: Tensor,  # [B]: position of the first
+) -> tuple[Settled, Tensor, Tensor | None]:
+    """Decide what the rows emit; return also the tokens [B, W] in order, and a tree's path."""
+    where = verified.slots, verified.seq_lens
+    columns = device.table.accept_columns
+    null_slot, forced = device.geometry.null_slot, device.forced_drafts(sampled_at)
+    bits, checkpoint_len = verified.ancestors, verified.checkpoint_len
+    if bits is None:
+        settled = settle_windows(
+            sampled, *where, checkpoint_len, columns, null_slot=null_slot, forced=forced
+        )
+        return settled, sampled, None
+    walked = settle_trees(sampled, *where, checkpoint_len, columns, bits, null_slot=null_slot)
+    close_up(device, *where, walked)
+    return walked, walked.tokens, walked.path
+
+
+def close_up(device: Device, slots: Tensor, seq_lens: Tensor, walked: SettledTrees) -> None:
+    """Move what the target's layers hold of the longest paths to consecutive positions.
+
+    Args: seq_lens: committed lengths [B] before the windows.
+    """
+    pools, page_table = device.pools, device.table.columns.page_table
+    moves = path_moves(walked.path, walked.lens, slots, seq_lens, page_table, device.geometry)
+    compact(pools.trunk_kv, moves.kv_read, moves.kv_write)
+    for memory, spec in zip(pools.linear, pools.linear_specs, strict=True):
+        compact([memory.conv_ring], moves.conv_read, moves.conv_write)
+        if spec.num_value_heads:
+            replay = memory.replay
+            rings = replay.d_ring, replay.k_ring, replay.g_ring
+            compact(rings, moves.ring_read, moves.ring_write)
 
 
 def draft(
@@ -129,10 +184,12 @@ def draft(
     drafts = drafter.draft(frontier, carry, _Proposer(table, slots, mode))
     table.window_tokens[:, 1:].index_copy_(0, slots, drafts.tokens)
     table.num_drafts.index_copy_(0, slots, drafts.counts)
+    if drafts.bits is not None:
+        table.draft_bits.index_copy_(0, slots, drafts.bits)
 
 
 class _Proposer:
-    """Samples drafts one after the other, each as the target would after those before it."""
+    """Chooses drafts as the target would after those before them."""
 
     def __init__(self, table: SlotTable, slots: Tensor, mode: SamplingMode) -> None:
         self._table = table
@@ -141,15 +198,37 @@ class _Proposer:
         self._rows = table.sampling_rows(slots, repeat=1)
         self._edits: EditRows | None = None
 
-    def __call__(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Map `(logits [B, V], positions [B])` to drafts `[B]`, and count those."""
+    def sample(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """See `Proposer`."""
         if not self._mode.edits_logits:
             return sample(logits, positions, self._rows, mode=self._mode)
-        # gathered when first asked for: not every drafter samples
-        edits = self._edits or self._table.edit_rows(self._slots)
+        edits = self._edit_rows()
         tokens = sample(edit_logits(logits, edits), positions, self._rows, mode=self._mode)
-        self._edits = edits.after(tokens)
+        self._edits = edits.after(tokens[:, None])
         return tokens
+
+    def rank(
+        self, logits: Tensor, positions: Tensor, paths: Tensor, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """See `Proposer`."""
+        width = paths.shape[1]
+        if self._mode.edits_logits:
+            edits = self._edit_rows().repeated(width).after(paths.flatten(0, 1))
+            logits = edit_logits(logits, edits)
+        tokens, logprobs = rank_tokens(
+            logits,
+            positions[:, None].expand(-1, width).reshape(-1),
+            self._table.sampling_rows(self._slots, repeat=width),
+            mode=self._mode,
+            count=count,
+        )
+        return tokens.view(-1, width, count), logprobs.view(-1, width, count)
+
+    def _edit_rows(self) -> EditRows:
+        # gathered when first asked for: not every drafter samples
+        if self._edits is None:
+            self._edits = self._table.edit_rows(self._slots)
+        return self._edits
 
 
 def sampling_mode(params: Iterable[SamplingParams]) -> SamplingMode:

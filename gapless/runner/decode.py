@@ -12,6 +12,7 @@ from tqdm import tqdm
 from gapless.config.resolve import Config, bucket_for
 from gapless.config.switches import Graphs
 from gapless.layers.batch import WindowBatch
+from gapless.ops.draft_tree import TreeMask
 from gapless.ops.sampling import SamplingMode
 from gapless.ops.step_metadata import StepConstants, WindowIndices, has_kernel, window_indices
 from gapless.runner.accept import Accepted, Verified, accept, draft, sampling_mode
@@ -19,6 +20,7 @@ from gapless.runner.graphs import GraphRunner, StepGraph
 from gapless.runner.host_plans import VERIFY_PLAN, HostPlans, Seams
 from gapless.runner.inputs import Download, Ticket, Upload
 from gapless.runner.logprobs import LogprobBuffer, LogprobTicket, num_top
+from gapless.runner.masks import WindowDrafts
 from gapless.runner.stages import Stage
 from gapless.speculative.drafter import Outcome
 
@@ -83,8 +85,10 @@ class DecodeRunner:
         self._emitted = emitted
         self._masks = masks
         rows = config.max_running_requests
-        # what constrained rows' windows hold, on its way to the host: count, then drafts
-        self._drafts = torch.zeros(rows, self._window, dtype=torch.int64, device=device.device)
+        # what constrained rows' windows hold, on its way to the host: count and drafts, and for
+        # trees who descends from whom
+        width = self._window * (1 if device.tree is None else 2)
+        self._drafts = torch.zeros(rows, width, dtype=torch.int64, device=device.device)
         self._drafts_down = Download(self._drafts.view(-1))
         self._awaited: tuple[Sequence[DecodeRow], Ticket] | None = None
         self._logprobs = LogprobBuffer(rows * self._window, device.device)
@@ -135,8 +139,7 @@ class DecodeRunner:
         self._graphs.clear()
 
     def _key(self, plan: StepPlan, *, is_masked: bool) -> DecodeKey:
-        # verify reaches W positions past the committed length, the drafts after it W - 1 more
-        reach = min(plan.max_seq_len + 2 * self._window - 1, self._kv_lens[-1])
+        reach = min(plan.max_seq_len + self._device.step_reach, self._kv_lens[-1])
         mode = sampling_mode(row.request.params for row in plan.decode)
         if self._is_on_gpu:
             # edits and masks share their graphs
@@ -152,11 +155,13 @@ class DecodeRunner:
         )
 
     def _fetch_drafts(self, slots: Tensor) -> Ticket:
-        """Start to bring down the windows of `slots` [B]: number of drafts, then those."""
+        """Start to bring down windows of `slots` [B]: number of drafts, those, a tree's bits."""
         table, rows = self._device.table, slots.shape[0]
         windows = self._drafts[:rows]
-        torch.index_select(table.window_tokens, 0, slots, out=windows)
+        windows[:, : self._window].copy_(table.window_tokens.index_select(0, slots))
         windows[:, 0].copy_(table.num_drafts.index_select(0, slots))
+        if self._device.tree is not None:
+            windows[:, self._window :].copy_(table.draft_bits.index_select(0, slots))
         return self._drafts_down.fetch(windows.numel())
 
     def _plan_masks(self) -> None:
@@ -165,9 +170,19 @@ class DecodeRunner:
             self._masks.clear()
             return
         (rows, ticket), self._awaited = self._awaited, None
-        windows = ticket.read().reshape(-1, self._window).tolist()
-        drafts = [window[1 : 1 + window[0]] for window in windows[: len(rows)]]
+        windows = ticket.read().reshape(-1, self._drafts.shape[1])[: len(rows)].tolist()
+        drafts = [self._window_drafts(window) for window in windows]
         self._masks.send([row.request for row in rows], drafts, self._window)
+
+    def _window_drafts(self, fetched: list[int]) -> WindowDrafts:
+        """Read one row of what `_fetch_drafts` brought down."""
+        count = fetched[0]
+        bits = fetched[self._window :]
+        parents: Sequence[int] = range(count)
+        if bits:
+            # the highest bit below a node's own
+            parents = [(bits[i] ^ 1 << i).bit_length() - 1 for i in range(1, 1 + count)]
+        return WindowDrafts(fetched[1 : 1 + count], parents)
 
     def _arrays(
         self, key: DecodeKey, rows: Sequence[DecodeRow], entries: Sequence[PageEntry]
@@ -195,7 +210,7 @@ class DecodeRunner:
         inputs = self._upload.send(arrays)
         seams = Seams()
         if self._host_plans is not None:
-            self._host_plans.begin(arrays["slots"])
+            self._host_plans.begin(arrays["slots"], is_dummy=True)
             seams = self._host_plans.seams(key.kv_len)
         stages = [
             Stage("verify", lambda _: self._verify(key, inputs), plan=seams.verify),
@@ -233,13 +248,17 @@ class DecodeRunner:
             device.geometry,
             self._constants,
             window=key.window,
+            tree=None if device.tree is None else table.draft_bits,
             is_fused=self._fuses_metadata,
         )
         tokens = table.window_tokens.index_select(0, indices.slots)[:, : key.window].reshape(-1)
         hidden = device.model.forward(tokens, device.memory, self._batch(key, indices))
         assert hidden.shape[0] == key.tokens, "decode rows == batch"
         logits = device.model.logits(hidden)
-        return Verified(indices.slots, indices.seq_lens, indices.fold_len, logits), hidden
+        verified = Verified(
+            indices.slots, indices.seq_lens, indices.fold_len, logits, indices.ancestors
+        )
+        return verified, hidden
 
     def _accept(
         self, key: DecodeKey, verified: Verified, hidden: Tensor
@@ -265,11 +284,18 @@ class DecodeRunner:
         accepted: Accepted,
     ) -> tuple[Accepted, Tensor]:
         """Let the drafter take in the window while its hidden states are there."""
+        tokens = accepted.tokens
+        if accepted.path is not None:
+            # no path has as many tokens as its tree
+            path = accepted.path[:, : self._device.most_emitted]
+            index = path[:, :, None].expand(-1, -1, hidden.shape[1])
+            hidden = hidden.view(*tokens.shape, -1).gather(1, index).flatten(0, 1)
+            tokens = tokens[:, : path.shape[1]]
         outcome = Outcome(
             slots=verified.slots,
             seq_lens=verified.seq_lens,
             lens=accepted.lens,
-            tokens=accepted.tokens,
+            tokens=tokens,
             hidden=hidden,
             kv_len=key.kv_len,
         )
@@ -289,20 +315,23 @@ class DecodeRunner:
 
     def _batch(self, key: DecodeKey, indices: WindowIndices) -> WindowBatch:
         device = self._device
+        bits = indices.ancestors
         attention = device.backend.plan_window(
             indices.slots,
             indices.positions,
             device.table.columns.page_table,
             kv_len=key.kv_len,
+            tree=None if bits is None else TreeMask(indices.seq_lens, bits),
             host_plan=VERIFY_PLAN,
         )
         return WindowBatch(
             num_rows=key.num_rows,
-            positions=indices.positions.view(-1),
+            positions=indices.logical.view(-1),
             kv_write=indices.kv_write,
             attention=attention,
             live=indices.live,
             replay=indices.replay,
             conv_write=indices.conv_write,
             conv_taps=indices.conv_taps,
+            ancestors=bits,
         )

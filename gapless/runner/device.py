@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from gapless.attention.backend import AttentionBackend, make_backend
+from gapless.core.architecture import LatentSpec
+from gapless.core.draft_shape import most_emitted, step_reach
+from gapless.core.parallel import latent_of_rank
 from gapless.errors import ConfigError
 from gapless.runner.pools import Pools, make_geometry, make_pools
 from gapless.runner.slot_table import SlotTable
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gapless.config.resolve import Config
+    from gapless.core.architecture import PagedSpec
+    from gapless.core.draft_shape import TreeShape
     from gapless.layers.batch import LayerMemory
     from gapless.layers.placement import Communicator, Placement
     from gapless.models.decoder import Decoder
@@ -41,6 +46,8 @@ class Device:
     num_page_columns: int
     device: torch.device
     drafter: Drafter | None
+    tree: TreeShape | None
+    """How drafts branch; None: windows are chains."""
     window_offsets: Tensor  # 0 .. W_max, so that no step makes them
     communicator: Communicator
     simulated_acceptance: float | None
@@ -51,6 +58,16 @@ class Device:
         """Whether a backend plans on the host, so that lengths must be known there."""
         backends = (self.backend, self.draft_backend)
         return any(b.needs_cpu_seq_lens for b in backends if b is not None)
+
+    @property
+    def most_emitted(self) -> int:
+        """Tokens that a step emits at most."""
+        return most_emitted(self.geometry.max_window, self.tree)
+
+    @property
+    def step_reach(self) -> int:
+        """Positions that a step reaches from its committed length on, drafting included."""
+        return step_reach(self.geometry.max_window, self.tree)
 
     @property
     def memory(self) -> Sequence[LayerMemory]:
@@ -83,9 +100,15 @@ class Device:
         return (wanted + spread).floor().to(torch.int64)
 
 
+def _of_rank(layer: PagedSpec, world_size: int) -> PagedSpec:
+    """Latent attention with the heads of one rank; backends ask for no others."""
+    return latent_of_rank(layer, world_size) if isinstance(layer, LatentSpec) else layer
+
+
 def num_positions(config: Config) -> int:
     """Positions that a step may name: the context, and how far steps run ahead of it."""
-    return config.max_model_len + 3 * config.max_window
+    window, tree = config.max_window, config.tree
+    return config.max_model_len + most_emitted(window, tree) + step_reach(window, tree) + 1
 
 
 def make_device(model: Decoder, mtp: MtpHead | None, config: Config, place: Placement) -> Device:
@@ -99,12 +122,14 @@ def make_device(model: Decoder, mtp: MtpHead | None, config: Config, place: Plac
         model.architecture, geometry, place, ssm_dtype, has_mtp=config.drafter == "mtp"
     )
     backend = make_backend(
-        config.attention_backend,
+        config.switches.attention_backend,
         page_size=config.page_size,
         max_len=num_page_columns * config.page_size,
+        max_rows=config.max_running_requests,
         device=config.device,
-        layers=model.architecture.attention_layers,
+        layers=[_of_rank(layer, config.tp) for layer in model.architecture.attention_layers],
         dtype=config.dtype,
+        has_tree=config.tree is not None,
     )
     if config.switches.uses_plan_stream and not backend.needs_cpu_seq_lens:
         raise ConfigError(
@@ -124,6 +149,7 @@ def make_device(model: Decoder, mtp: MtpHead | None, config: Config, place: Plac
             page_table=table.columns.page_table,
             geometry=geometry,
             place=place,
+            tree=config.tree,
         )
     elif config.drafter == "ngram":
         drafter = NgramDrafter(
@@ -142,6 +168,7 @@ def make_device(model: Decoder, mtp: MtpHead | None, config: Config, place: Plac
         num_page_columns=num_page_columns,
         device=place.device,
         drafter=drafter,
+        tree=config.tree,
         window_offsets=torch.arange(config.max_window + 1, device=place.device),
         communicator=place.communicator,
         simulated_acceptance=config.simulated_acceptance,

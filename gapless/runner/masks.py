@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,17 @@ if TYPE_CHECKING:
 
     from gapless.core.request import Request
     from gapless.runner.device import Device
+
+
+class WindowDrafts(NamedTuple):
+    """What follows the newest token in a window, on the host."""
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    """Place in the window of the token before each; 0 is the newest one's."""
+
+
+NO_DRAFTS = WindowDrafts((), ())
 
 
 class MaskUpload:
@@ -42,11 +53,11 @@ class MaskUpload:
             self._is_clear = True
 
     def send(
-        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], window: int
+        self, requests: Sequence[Request], drafts: Sequence[WindowDrafts], window: int
     ) -> None:
         """Fill and send the masks of a step's rows, those without a grammar allowing everything.
 
-        Args: drafts: of each row, the proposals of its window that follow its newest token.
+        Args: drafts: proposals of each row's window.
         """
         constrained = [i for i, request in enumerate(requests) if request.is_constrained]
         arrays = self._arrays(1 + len(constrained) * window)
@@ -59,7 +70,8 @@ class MaskUpload:
                 arrays["masks"][first:][:window] = 0
             else:
                 masks = arrays["masks"][first:][:window]
-                request.grammar.fill(request.output_ids, drafts[row], masks)
+                tokens, parents = drafts[row]
+                request.grammar.fill(request.output_ids, tokens, masks, parents)
         sent = self._upload.send(arrays)
         if constrained:
             own = sent["masks"][1:]

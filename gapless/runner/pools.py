@@ -64,6 +64,8 @@ class Pools:
     none."""
     mtp_layers: tuple[Tensor, ...]
     """Each MTP layer's part, addressed by the same pages."""
+    trunk_kv: tuple[Tensor, ...]
+    """`kv` without the MTP layers."""
 
 
 def make_pools(
@@ -84,6 +86,7 @@ def make_pools(
     for index, spec in enumerate(specs):
         by_shape.setdefault(_shape(spec), []).append(index)
     kv: list[Tensor] = []
+    trunk_kv: list[Tensor] = []
     linear: list[LinearMemory] = []
     linear_specs: list[LinearSpec] = []
     parts: dict[int, Tensor | LinearMemory] = {}
@@ -92,6 +95,8 @@ def make_pools(
         if isinstance(spec, PagedSpec):
             kv.append(_kv_pool(spec, geometry, place, len(members)))
             parts |= dict(zip(members, kv[-1].unbind(), strict=True))
+            # MTP layers come last
+            trunk_kv.append(kv[-1][: sum(index < num_trunk for index in members)])
         else:
             linear.append(_linear_memory(spec, geometry, place, ssm_dtype, len(members)))
             linear_specs.append(spec)
@@ -108,6 +113,7 @@ def make_pools(
             for pool in [parts[index]]
             if isinstance(pool, Tensor)
         ),
+        trunk_kv=tuple(pool for pool in trunk_kv if pool.shape[0]),
     )
 
 

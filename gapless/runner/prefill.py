@@ -16,6 +16,7 @@ from gapless.runner.accept import Verified, accept, draft, sampling_mode
 from gapless.runner.inputs import Upload
 from gapless.runner.layout import CHUNK_LEN, PrefillLayout, lay_out
 from gapless.runner.logprobs import LogprobBuffer, LogprobTicket, PrefillLogprobs, num_top
+from gapless.runner.masks import NO_DRAFTS
 from gapless.runner.slot_table import count_arrays
 from gapless.speculative.drafter import KeptTokens, PastTokens, PromptChunk, ShiftedChunk
 
@@ -100,10 +101,10 @@ class PrefillRunner:
             end = inputs["sampled_end"]
             logits = device.model.logits(hidden.index_select(0, inputs["last_token"]))
             # the prompt's last token is a window of one: it commits, and the sample follows it
-            verified = Verified(inputs["sampled_slots"], end - 1, end, logits)
+            verified = Verified(inputs["sampled_slots"], end - 1, end, logits, None)
             masks = None
             if any(request.is_constrained for request in sampled):
-                self._masks.send(sampled, [()] * len(sampled), 1)
+                self._masks.send(sampled, [NO_DRAFTS] * len(sampled), 1)
                 masks = self._masks.rows(len(sampled), 1)
             accepted = accept(device, verified, mode, top, masks)
             self._first_tokens[: len(sampled)].copy_(accepted.newest)
@@ -114,7 +115,7 @@ class PrefillRunner:
         if device.drafter is not None:
             carry = device.drafter.read_prompt(self._chunk(layout, inputs, next_ids, hidden))
             if accepted is not None:
-                kv_len = max(s.end for s in segments) + device.geometry.max_window
+                kv_len = max(s.end for s in segments) + device.step_reach
                 draft(device, device.drafter, accepted, carry, kv_len=kv_len, mode=mode)
         return logprobs
 

@@ -46,6 +46,9 @@ class SlotTable:
         )
         self.window_tokens = column(0, geometry.max_window)
         self.num_drafts = column(0)
+        # of tree drafts: a bit for each node on the path to a node; a row of drafts to begin with
+        self.draft_bits = column(0, geometry.max_window)
+        self.draft_bits.copy_((2 << torch.arange(geometry.max_window, device=device)) - 1)
         self.limit_len = column(0)
         self.min_len = column(0)
         self.stop_ids = column(-1, MAX_STOP_IDS)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gapless.core.draft_shape import step_reach
 from gapless.core.plan import PageCopy, PrefillSegment, SlotSave, Snapshot, StepPlan
 from gapless.core.request import Request
 from gapless.core.sampling_params import SamplingParams
@@ -55,7 +56,7 @@ def warm_up(runner: Runner, config: Config) -> None:
 
 def _plans(config: Config) -> Iterator[StepPlan]:
     """Prefill of various lengths, packed, resumed and with snapshots; saves and page copies."""
-    room = config.num_pages * config.page_size - config.max_window
+    room = config.num_pages * config.page_size - step_reach(config.max_window, config.tree)
     longest = min(config.chunked_prefill_size, config.max_model_len - 1, room)
     # longest first: that is what kernels are tuned for, where they are
     known = {min(n, longest) for n in (1, 4, 7, 16, 32, 64, 100, 512, 2048, longest)}
@@ -106,5 +107,6 @@ def _segment(config: Config, params: SamplingParams, length: int) -> PrefillSegm
         stop_ids=(),
         limit_len=length + 1,
     )
-    pages = tuple(range(-(-(length + config.max_window) // config.page_size)))
+    reach = length + step_reach(config.max_window, config.tree)
+    pages = tuple(range(-(-reach // config.page_size)))
     return PrefillSegment(request, 0, 0, pages, 0, length, is_last=True)

@@ -17,6 +17,7 @@ from gapless.cache.manager import Admission, CacheManager
 from gapless.cache.prefix import CacheLimits
 from gapless.cache.rows import IdPool
 from gapless.core.counters import CacheCounters, DecodeCounters, WaitReason
+from gapless.core.draft_shape import most_emitted
 from gapless.core.plan import (
     DecodeRow,
     Delta,
@@ -449,7 +450,8 @@ class Scheduler:
 
     def _largest_seq_len(self, request: Request) -> int:
         """Upper bound of the device's committed length when the planned step starts."""
-        unread = self._limits.max_window * len(self._unread)
+        emitted = most_emitted(self._limits.max_window, self._limits.tree)
+        unread = emitted * len(self._unread)
         return min(committed_len(request) + unread, request.limit_len - 1)
 
     def _append(self, request: Request, tokens: Iterable[int]) -> None:

@@ -160,7 +160,8 @@ def _summary(site: Site, ready: Ready) -> str:
         unit = "at snapshots of state" if config["row_bytes"] else "at full pages"
         cache = f"on, prefixes are resumed {unit}"
     drafts = config["max_window"] - 1
-    drafter = f"{config['drafter']}, {drafts} drafts" if drafts else "none"
+    shape = "drafts in a tree" if config["tree"] else "drafts"
+    drafter = f"{config['drafter']}, {drafts} {shape}" if drafts else "none"
     return (
         f"serving {site.model_name}: context {ready.limits.max_model_len} tokens, "
         f"{config['max_running_requests']} requests at once, {config['num_pages']} pages of "

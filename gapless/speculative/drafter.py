@@ -7,17 +7,31 @@ proposal is undone by not counting it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
-
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from gapless.layers.batch import AttentionBatch
 
-SampleAt = Callable[[Tensor, Tensor], Tensor]
-"""`(logits [B, V], positions [B]) -> tokens [B]`, under each row's options and noise."""
+
+class Proposer(Protocol):
+    """Chooses tokens from a drafter's logits under each row's options and noise."""
+
+    def sample(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """Map `(logits [B, V], positions [B])` to tokens `[B]`, which then count as output."""
+        ...
+
+    def rank(
+        self,
+        logits: Tensor,  # [B * Q, V]: after Q drafts of each row
+        positions: Tensor,  # [B]: position that the tokens would occupy
+        paths: Tensor,  # [B, Q, N]: the drafts that lead there, which count as output
+        count: int,
+    ) -> tuple[Tensor, Tensor]:  # [B, Q, count] int64 and floating
+        """Return the likeliest tokens, best first, and the logarithm of how likely they are."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -79,13 +93,13 @@ class SavedSlots:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A decode step once accept has settled it, B rows of W tokens."""
+    """A decode step once accept has settled it, B rows of W tokens; of a tree, its longest path."""
 
     slots: Tensor  # [B]; padded rows name the null slot
     seq_lens: Tensor  # [B]: committed length before the step
     lens: Tensor  # [B]: tokens emitted, 0 for padded rows
     tokens: Tensor  # [B, W]: emitted ones first, then what was sampled after a rejected draft
-    hidden: Tensor  # [B * W, D]: the target's post-final-norm hidden states
+    hidden: Tensor  # [B * W, D]: the target's post-final-norm hidden states before `tokens`
     kv_len: int  # bound of the positions that drafting reaches
 
 
@@ -102,10 +116,13 @@ class Frontier:
 
 @dataclass(frozen=True)
 class Drafts:
-    """Proposals for the positions after the newest token."""
+    """Proposals for the positions after the newest token, in a row or as a tree."""
 
     tokens: Tensor  # [B, k], valid token ids all
     counts: Tensor  # [B]: how many of them are proposals
+    bits: Tensor | None = None
+    """[B, 1 + k] int64: `ancestor_bits` of the newest token and the drafts; None is a row. Children
+    of one parent differ."""
 
 
 class Drafter(Protocol):
@@ -128,7 +145,7 @@ class Drafter(Protocol):
         """Take in a decode step; return what `draft` needs of its B rows."""
         ...
 
-    def draft(self, frontier: Frontier, carry: Tensor, sample: SampleAt) -> Drafts:
+    def draft(self, frontier: Frontier, carry: Tensor, proposer: Proposer) -> Drafts:
         """Propose; `carry` is what a read returned."""
         ...
 

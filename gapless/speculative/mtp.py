@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from gapless.layers.batch import AttentionBatch
+from gapless.ops.draft_tree import TreeMask
 from gapless.ops.step_metadata import kv_entries
 from gapless.speculative.drafter import Drafts
+from gapless.speculative.tree import DraftTree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,12 +26,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gapless.attention.backend import AttentionBackend
+    from gapless.core.draft_shape import TreeShape
     from gapless.layers.batch import LayerMemory
     from gapless.layers.placement import Placement
     from gapless.models.decoder import Decoder
     from gapless.models.mtp import MtpHead
     from gapless.ops.step_metadata import Geometry
-    from gapless.speculative.drafter import Frontier, Outcome, PromptChunk, SampleAt, SavedSlots
+    from gapless.speculative.drafter import Frontier, Outcome, PromptChunk, Proposer, SavedSlots
 
 # the first index of the layer's KV that exists
 FIRST_INDEX = 1
@@ -43,7 +46,10 @@ def draft_plan(depth: int) -> str:
 
 
 class MtpDrafter:
-    """Proposes a chain: the extend pass gives the first draft, each further pass one more."""
+    """Proposes a chain: the extend pass gives the first draft, each further pass one more.
+
+    Or a tree: each of the same passes runs the best drafts of the last depth side by side.
+    """
 
     reads_past = False
 
@@ -57,9 +63,12 @@ class MtpDrafter:
         page_table: Tensor,
         geometry: Geometry,
         place: Placement,
+        tree: TreeShape | None = None,
     ) -> None:
-        """Args: memory: KV pools of the head's layers, addressed by `page_table`."""
+        """Args: memory: KV pools of the head's layers, addressed by `page_table`. tree: how drafts
+        branch; None proposes chains."""
         self.num_drafts = geometry.max_window - 1
+        self._tree = tree
         self._trunk = trunk
         self._head = head
         self._memory = memory
@@ -106,8 +115,10 @@ class MtpDrafter:
         newest = (outcome.lens - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[1])
         return hidden.view(rows, width, -1).gather(1, newest)[:, 0]
 
-    def draft(self, frontier: Frontier, carry: Tensor, sample: SampleAt) -> Drafts:
+    def draft(self, frontier: Frontier, carry: Tensor, proposer: Proposer) -> Drafts:
         """Propose `num_drafts` tokens for every row."""
+        if self._tree is not None:
+            return self._draft_tree(self._tree, frontier, carry, proposer)
         hidden, position = carry, frontier.seq_lens
         drafts: list[Tensor] = []
         for depth in range(self.num_drafts):
@@ -116,9 +127,31 @@ class MtpDrafter:
                 batch = self._batch(frontier.slots, position[:, None], frontier.kv_len, plan)
                 hidden = self._head.forward(self._trunk, drafts[-1], hidden, self._memory, batch)
             position = position + 1
-            drafts.append(sample(self._trunk.logits(hidden), position))
+            drafts.append(proposer.sample(self._trunk.logits(hidden), position))
         counts = torch.full_like(frontier.seq_lens, self.num_drafts)
         return Drafts(torch.stack(drafts, dim=1), counts)
+
+    def _draft_tree(
+        self, shape: TreeShape, frontier: Frontier, carry: Tensor, proposer: Proposer
+    ) -> Drafts:
+        """Propose the best of a tree; each pass goes on from the best drafts of the last depth.
+
+        KV of these lies where that of a chain would, and on: they see the ones before them on
+        their path, and siblings do not see each other.
+        """
+        tree = DraftTree(shape, carry.shape[0], carry.device)
+        first = frontier.seq_lens + 1
+        hidden = carry
+        for depth in range(shape.num_steps):
+            position = first + depth
+            if depth:
+                hidden = tree.of_parents(hidden)
+                batch = self._tree_batch(frontier, first, tree)
+                tokens = tree.beam.tokens.flatten()
+                hidden = self._head.forward(self._trunk, tokens, hidden, self._memory, batch)
+            found = proposer.rank(self._trunk.logits(hidden), position, tree.beam.paths, shape.topk)
+            tree.grow(*found)
+        return tree.best(self.num_drafts)
 
     def save(self, saved: SavedSlots) -> None:
         """Store the hidden states before the positions."""
@@ -130,6 +163,24 @@ class MtpDrafter:
 
     def _entries(self, slots: Tensor, positions: Tensor) -> Tensor:
         return (slots * self._ring_len + positions % self._ring_len).view(-1)
+
+    def _tree_batch(self, frontier: Frontier, first: Tensor, tree: DraftTree) -> AttentionBatch:
+        """Args: first: [B] position after the newest token, where the drafts' KV begins."""
+        storage = first[:, None] + tree.beam.storage
+        logical = (first[:, None] + tree.depth - 1).expand_as(storage)
+        return AttentionBatch(
+            positions=logical.flatten(),
+            kv_write=kv_entries(self._page_table, frontier.slots, storage, self._page_size),
+            attention=self._backend.plan_window(
+                frontier.slots,
+                storage,
+                self._page_table,
+                kv_len=frontier.kv_len,
+                first=FIRST_INDEX,
+                tree=TreeMask(first, tree.beam.bits),
+            ),
+            live=None,
+        )
 
     def _batch(
         self, slots: Tensor, positions: Tensor, kv_len: int, host_plan: str | None

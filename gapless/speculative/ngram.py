@@ -11,7 +11,7 @@ from gapless.speculative.drafter import Drafts
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gapless.speculative.drafter import Frontier, Outcome, PromptChunk, SampleAt, SavedSlots
+    from gapless.speculative.drafter import Frontier, Outcome, PromptChunk, Proposer, SavedSlots
 
 # longest run of newest tokens that is looked up
 LONGEST_MATCH = 3
@@ -59,9 +59,9 @@ class NgramDrafter:
         )
         return outcome.lens
 
-    def draft(self, frontier: Frontier, carry: Tensor, sample: SampleAt) -> Drafts:
+    def draft(self, frontier: Frontier, carry: Tensor, proposer: Proposer) -> Drafts:
         """Propose up to `num_drafts` tokens; none where the newest token is new to the text."""
-        del carry, sample
+        del carry, proposer
         found = self._match_ends(frontier)
         start = (found + 1)[:, None] + self._position[: self.num_drafts]
         tokens = self._tokens.index_select(0, frontier.slots)

@@ -177,7 +177,13 @@ class MatcherState:
         """Travel as None: other ranks get masks, not the grammar."""
         return type(None), ()
 
-    def fill(self, output_ids: Sequence[int], drafts: Sequence[int], masks: np.ndarray) -> None:
+    def fill(
+        self,
+        output_ids: Sequence[int],
+        drafts: Sequence[int],
+        masks: np.ndarray,
+        parents: Sequence[int] | None = None,
+    ) -> None:
         """See `core.grammar.GrammarState.fill`.
 
         Ids that stop are allowed where the text is complete. Elsewhere too where nothing else can
@@ -187,14 +193,31 @@ class MatcherState:
             is_read = self._accepts(token_id) or token_id in self._stop_ids
             assert is_read, f"token {token_id} was sampled, and the grammar refuses it"
         self._num_read = len(output_ids)
-        num_ahead = 0
-        for index, draft in enumerate((*drafts, None)):
-            self._fill_one(masks, index)
-            if draft is None or self._matcher.is_terminated() or not self._accepts(draft):
-                break
-            num_ahead += 1
-        if num_ahead:
-            self._matcher.rollback(num_ahead)
+        self._fill_one(masks, 0)
+        # drafts that lead to each mask, as far as the grammar goes along, and those gone ahead over
+        paths: dict[int, tuple[int, ...]] = {0: ()}
+        ahead: tuple[int, ...] = ()
+        for index, draft in enumerate(drafts, 1):
+            path = paths.get(index - 1 if parents is None else parents[index - 1])
+            if path is None:
+                continue
+            self._go(ahead, path)
+            ahead = path
+            if not self._matcher.is_terminated() and self._accepts(draft):
+                ahead = paths[index] = (*path, draft)
+                self._fill_one(masks, index)
+        self._go(ahead, ())
+
+    def _go(self, ahead: tuple[int, ...], path: tuple[int, ...]) -> None:
+        """Go from the end of one path of drafts to that of another, all of them accepted before."""
+        num_common = 0
+        while num_common < min(len(ahead), len(path)) and ahead[num_common] == path[num_common]:
+            num_common += 1
+        if len(ahead) > num_common:
+            self._matcher.rollback(len(ahead) - num_common)
+        for draft in path[num_common:]:
+            is_read = self._accepts(draft)
+            assert is_read, f"draft {draft} was accepted before"
 
     def _accepts(self, token_id: int) -> bool:
         """Take in a token; past its end a text that goes on is left alone."""

@@ -57,6 +57,7 @@ def make(name: str, device: str = DEVICE) -> AttentionBackend:
         name,
         page_size=PAGE_SIZE,
         max_len=COLUMNS * PAGE_SIZE,
+        max_rows=len(LENGTHS) + 1,
         device=device,
         layers=[full(HEAD_DIM), latent(RANK, ROPE_DIM)],
         dtype="float32",

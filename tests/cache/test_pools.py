@@ -10,6 +10,7 @@ from gapless.cache.manager import Admission, CacheManager
 from gapless.cache.pages import PagePool, largest_reserved_len, num_pages_for, reserved_len
 from gapless.cache.prefix import CacheLimits
 from gapless.cache.rows import IdPool
+from gapless.core.draft_shape import TreeShape
 from gapless.core.plan import PageEntry
 from gapless.core.request import Request
 from gapless.core.sampling_params import SamplingParams
@@ -74,6 +75,50 @@ def test_reserved_len_covers_every_step(window: int, limit_len: int, data: st.Da
                 touched = max(touched, drafts_from + window - 1)
         start = drafts_from
     assert touched <= reserved <= largest_reserved_len(window, limit_len)
+
+
+TREES = [TreeShape(1, 2), TreeShape(2, 3), TreeShape(3, 4), TreeShape(5, 8), TreeShape(15, 2)]
+
+
+def _touched_by_trees(
+    committed_len: int, window: int, limit_len: int, tree: TreeShape, emitted: tuple[int, int]
+) -> int:
+    """Play two steps over trees; return one past the last position that they touch."""
+    start, touched = committed_len, 0
+    for count in emitted:
+        if start + 1 >= limit_len:
+            break
+        touched = max(touched, start + window)
+        newest = start + min(count, limit_len - 1 - start)
+        touched = max(touched, newest + 1)
+        if newest + 1 < limit_len:
+            # a position for each draft that a pass goes on from
+            for depth in range(1, tree.num_steps):
+                first = newest + 1 + (depth - 1) * tree.topk
+                touched = max(touched, first + tree.topk)
+        start = newest
+    return touched
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("window", [6, 9, 16])
+def test_reserved_len_of_a_tree_is_what_its_steps_touch(window: int, tree: TreeShape) -> None:
+    most = 1 + tree.num_steps
+    for limit_len in (3, 5, 12, 40, 200):
+        highest = 0
+        for committed_len in range(limit_len - 1):
+            touched = max(
+                _touched_by_trees(committed_len, window, limit_len, tree, (a, b))
+                for a in range(1, most + 1)
+                for b in range(1, most + 1)
+            )
+            reserved = reserved_len(committed_len, window, limit_len, tree)
+            assert touched <= reserved
+            if committed_len + 2 * most + 1 < limit_len:
+                assert touched == reserved
+            highest = max(highest, touched)
+        if limit_len > 3 * most:
+            assert highest == largest_reserved_len(window, limit_len, tree)
 
 
 def test_pages_are_handed_out_once_and_come_back() -> None:

@@ -27,6 +27,7 @@ from gapless.core.architecture import (
     MlpSpec,
     Recurrence,
 )
+from gapless.core.draft_shape import TreeShape
 
 ATTENTION = AttentionSpec(4, 2, 32, 8, 1e4, has_qk_norm=True, has_output_gate=True)
 LINEAR = LinearSpec(Recurrence.GATED_DELTA, 2, 4, 16, 24, 4)
@@ -314,6 +315,58 @@ def test_drafting_that_cannot_be_is_refused(
         _resolve(MTP, has_mtp=has_mtp, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "window", "tree"),
+    [
+        ({"speculative_topk": 2}, 8, TreeShape(3, 2)),
+        ({"speculative_topk": 2, "speculative_num_steps": 2}, 7, TreeShape(2, 2)),
+        ({"speculative_topk": 12, "speculative_num_steps": 2}, 13, TreeShape(2, 12)),
+        ({"speculative_topk": 4, "speculative_num_draft_tokens": 16}, 16, TreeShape(3, 4)),
+        ({"speculative_topk": 3, "speculative_num_draft_tokens": 4}, 4, TreeShape(3, 3)),
+        ({"speculative_num_draft_tokens": 4}, 4, None),
+        ({"speculative_num_steps": 6, "speculative_num_draft_tokens": 7}, 7, None),
+    ],
+)
+def test_windows_hold_the_root_and_its_drafts(
+    options: dict[str, Any], window: int, tree: TreeShape | None
+) -> None:
+    config = _resolve(MTP, has_mtp=True, **options)
+    assert (config.max_window, config.tree) == (window, tree)
+
+
+@pytest.mark.parametrize(
+    ("has_mtp", "options", "message"),
+    [
+        (True, {"speculative_topk": 0}, "speculative_topk=0: want an integer of at least 1"),
+        (True, {"speculative_topk": 2.0}, "want an integer"),
+        (True, {"speculative_topk": 16}, "want at most 15 drafts after a token"),
+        (True, {"speculative_topk": 5, "speculative_num_steps": 15}, "70 drafts; want at most 63"),
+        (True, {"speculative_num_draft_tokens": 5}, "chain of speculative_num_steps=3 has 4"),
+        (True, {"speculative_num_draft_tokens": 17}, "want 2 to 16"),
+        (True, {"speculative_num_draft_tokens": 1}, "want 2 to 16"),
+        (True, {"speculative_topk": 2, "speculative_num_draft_tokens": 3}, "want 4 to 11"),
+        (True, {"speculative_topk": 2, "speculative_num_draft_tokens": 12}, "want 4 to 11"),
+        (False, {"speculative_topk": 2}, "speculative_topk=2 has no effect without a drafter"),
+        (False, {"speculative_num_draft_tokens": 4}, "no effect without a drafter"),
+        (True, {"speculative_algorithm": "ngram", "speculative_topk": 2}, "drafts chains only"),
+        (
+            True,
+            {
+                "speculative_topk": 2,
+                "speculative_simulate_acceptance": 2.0,
+                "load_format": "dummy",
+            },
+            "leave out speculative_topk",
+        ),
+    ],
+)
+def test_trees_that_cannot_be_are_refused(
+    has_mtp: bool, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _resolve(MTP, has_mtp=has_mtp, **options)
+
+
 def test_more_than_one_mtp_layer_is_refused() -> None:
     with pytest.raises(ConfigError, match="2 MTP layers, one is supported"):
         _resolve(replace(MTP, num_mtp_layers=2), has_mtp=True)
@@ -343,7 +396,11 @@ def test_switches_without_effect_are_refused(options: dict[str, Any], message: s
 
 def test_switches() -> None:
     assert _resolve().switches == Switches(
-        runs_ahead=True, graphs=Graphs.STEP, fuses_metadata=True, uses_plan_stream=False
+        attention_backend="auto",
+        runs_ahead=True,
+        graphs=Graphs.STEP,
+        fuses_metadata=True,
+        uses_plan_stream=False,
     )
     asked = _resolve(on=GPU, stage_graphs=True, disable_fused_metadata=True).switches
     assert (asked.graphs, asked.fuses_metadata) == (Graphs.STAGE, False)

@@ -91,10 +91,10 @@ def test_fused_metadata(
     asked: list[bool] = []
 
     def fused(
-        slots: Any, columns: Any, geometry: Any, constants: Any, *, window: int, is_fused: bool
+        slots: Any, columns: Any, geometry: Any, constants: Any, *, is_fused: bool, **rest: Any
     ) -> Any:
         asked.append(is_fused)
-        return triton.window_indices(slots, columns, geometry, window=window)
+        return triton.window_indices(slots, columns, geometry, **rest)
 
     monkeypatch.setattr(decode, "window_indices", fused)
     monkeypatch.setattr(decode, "has_kernel", lambda device: True)

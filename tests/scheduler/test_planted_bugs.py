@@ -49,10 +49,10 @@ def goes_wrong(
     return False
 
 
-def reserved_len_less(tokens: int) -> Callable[[int, int, int], int]:
+def reserved_len_less(tokens: int) -> Callable[[int, int, int, None], int]:
     """`reserved_len` that many tokens short, the cap as it is."""
 
-    def shortened(committed_len: int, max_window: int, limit_len: int) -> int:
+    def shortened(committed_len: int, max_window: int, limit_len: int, tree: None) -> int:
         wanted = committed_len + 3 * max_window - 1 - tokens
         return min(wanted, largest_reserved_len(max_window, limit_len))
 
@@ -72,7 +72,7 @@ def test_reservation_one_token_short(window: int, monkeypatch: pytest.MonkeyPatc
 
 @every_window
 def test_reservation_cap_one_token_short(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def shortened(committed_len: int, max_window: int, limit_len: int) -> int:
+    def shortened(committed_len: int, max_window: int, limit_len: int, tree: None) -> int:
         cap = largest_reserved_len(max_window, limit_len) - 1
         return min(reserved_len(committed_len, max_window, limit_len), cap)
 

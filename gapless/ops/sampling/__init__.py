@@ -10,8 +10,8 @@ import logging
 from functools import cache
 from typing import TYPE_CHECKING
 
-from gapless.ops.sampling import masks, philox, reference
-from gapless.ops.sampling.edits import EditRows, edit_logits, edit_windows
+from gapless.ops.sampling import masks, philox, ranking, reference
+from gapless.ops.sampling.edits import EditRows, edit_logits, edit_trees, edit_windows
 from gapless.ops.sampling.logprobs import packed_logprobs
 from gapless.ops.sampling.masks import MaskRows
 from gapless.ops.sampling.reference import SamplingMode, SamplingRows
@@ -25,10 +25,12 @@ __all__ = [
     "SamplingMode",
     "SamplingRows",
     "edit_logits",
+    "edit_trees",
     "edit_windows",
     "gumbel_noise",
     "mask_logits",
     "packed_logprobs",
+    "rank_tokens",
     "sample",
 ]
 
@@ -51,6 +53,22 @@ def sample(
             return triton.sample(logits, positions, rows, mode=mode)
         _log_fallback(reason)
     return reference.sample(logits, positions, rows, mode=mode)
+
+
+def rank_tokens(
+    logits: Tensor,  # [N, V] float32 or wider, bias and penalties applied; not modified
+    positions: Tensor,  # [N] int64: position that the tokens would occupy
+    rows: SamplingRows,
+    *,
+    mode: SamplingMode,
+    count: int,
+) -> tuple[Tensor, Tensor]:  # [N, count] int64 and logits' dtype
+    """Return each row's likeliest tokens, `sample`'s own first. Contract: `ranking.rank_tokens`."""
+    sampled = sample(logits, positions, rows, mode=mode)
+    noise = None
+    if not mode.is_greedy:
+        noise = gumbel_noise(rows.seeds, positions, logits.shape[1])
+    return ranking.rank_tokens(logits, sampled, rows.temperature, noise, count=count)
 
 
 def mask_logits(

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gapless.ops.draft_tree import unpack
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -33,11 +35,27 @@ class EditRows:
     in_prompt: Tensor  # [B, V] bool
     output_counts: Tensor  # [B, V] int32
 
-    def after(self, tokens: Tensor) -> EditRows:  # tokens: [B] int64
-        """Return the rows with one more token of output each."""
-        one = torch.ones_like(tokens, dtype=self.output_counts.dtype)[:, None]
-        counts = self.output_counts.scatter_add(1, tokens[:, None], one)
-        return replace(self, output_counts=counts)
+    def after(
+        self,
+        tokens: Tensor,  # [B, N] int64
+        is_output: Tensor | None = None,  # [B, N] bool; None is all
+    ) -> EditRows:
+        """Return the rows with some more tokens of output each."""
+        dtype = self.output_counts.dtype
+        ones = torch.ones_like(tokens, dtype=dtype) if is_output is None else is_output.to(dtype)
+        return replace(self, output_counts=self.output_counts.scatter_add(1, tokens, ones))
+
+    def repeated(self, count: int) -> EditRows:
+        """Return each row `count` times in a row."""
+        parts: dict[str, Tensor] = vars(self)
+        return EditRows(
+            **{
+                name: part[:, None].expand(-1, count, -1).flatten(0, 1)
+                if part.ndim == 2
+                else part[:, None].expand(-1, count).flatten()
+                for name, part in parts.items()
+            }
+        )
 
 
 def edit_logits(
@@ -63,8 +81,24 @@ def edit_windows(
     edited = []
     for position in range(window.shape[1]):
         if position:
-            rows = rows.after(window[:, position])
+            rows = rows.after(window[:, position : position + 1])
         edited.append(edit_logits(logits[:, position], rows))
+    return torch.stack(edited, dim=1)
+
+
+def edit_trees(
+    logits: Tensor,  # [B, W, V]: after each node; not modified
+    window: Tensor,  # [B, W] int64: the newest token, which the rows count, then the drafts
+    bits: Tensor,  # [B, W] int64: `draft_tree.ancestor_bits`
+    rows: EditRows,
+) -> Tensor:  # [B, W, V]
+    """Apply `edit_logits` at every node, counting the drafts on the path to it as output."""
+    on_path = unpack(bits, window.shape[1])
+    edited = [edit_logits(logits[:, 0], rows)]
+    for node in range(1, window.shape[1]):
+        drafts = slice(1, node + 1)
+        counted = rows.after(window[:, drafts], on_path[:, node, drafts])
+        edited.append(edit_logits(logits[:, node], counted))
     return torch.stack(edited, dim=1)
 
 
