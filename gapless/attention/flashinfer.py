@@ -159,7 +159,7 @@ class FlashInferAttention:
         self._float_workspace = self._empty(FLOAT_WORKSPACE_BYTES, torch.uint8)
         # blocks are read while a window of their name runs: rows of any number share one
         self._blocks: dict[str, Tensor] = {}
-        self._windows: dict[tuple[str, int, int], _HostWindow] = {}
+        self._windows: dict[tuple[str, int, int, int], _HostWindow] = {}
         # lists of pages, and of single positions where windows begin inside of a page
         self._indices: dict[int, Tensor] = {}
         self._offsets = torch.arange(page_size, device=device)
@@ -188,7 +188,7 @@ class FlashInferAttention:
             )
         if tree is not None:
             raise NotImplementedError("FlashInfer masks chains only: a tree needs another backend")
-        window = self._windows[(host_plan, *positions.shape)]
+        window = self._windows[(host_plan, *positions.shape, first)]
         rows = page_table.index_select(0, slots)
         if first:
             pages = rows[:, : -(-kv_len // self._page_size)]
@@ -205,7 +205,7 @@ class FlashInferAttention:
         """See `AttentionBackend`."""
         lens = ends - first
         assert lens.max() <= kv_len - first, f"{name}: a row of {lens.max()} in {kv_len} - {first}"
-        key = name, lens.size, width
+        key = name, lens.size, width, first
         staging = self._ring[self._turn]
         self._turn = (self._turn + 1) % RING_LEN
         staging.event.wait()
@@ -216,7 +216,7 @@ class FlashInferAttention:
         if key in self._windows:
             self._refresh(self._windows[key], staging, kv_lens, kv_starts)
         else:
-            self._windows[key] = self._first_plan(key, staging, kv_lens, kv_starts, first)
+            self._windows[key] = self._first_plan(key, staging, kv_lens, kv_starts)
         staging.event.record()
 
     def update_verify_buffers_to_fill_after_draft(self, name: str) -> None:
@@ -231,14 +231,13 @@ class FlashInferAttention:
 
     def _first_plan(
         self,
-        key: tuple[str, int, int],
+        key: tuple[str, int, int, int],
         staging: _Staging,
         kv_lens: Tensor,
         kv_starts: Tensor,
-        first: int,
     ) -> _HostWindow:
         """Make a wrapper and fill it by its own `plan`."""
-        name, rows, width = key
+        name, rows, width, first = key
         block = self._blocks.setdefault(name, self._empty(INT_WORKSPACE_BYTES, torch.uint8))
         query_starts = torch.arange(0, (rows + 1) * width, width, dtype=torch.int32)
         indices = self._indices_of(first)

@@ -1,7 +1,7 @@
 """Which of two backends of latent attention is faster, as measured.
 
-Tokens per second of whole engines, from `python -m benchmarks.gpu.host_planned`; the figures are
-those of benchmarks/results/host_planned.json.
+Tokens per second of whole engines by `python -m benchmarks.gpu.host_planned`, whose files lie in
+benchmarks/results. Where nothing is measured, the backend that needs no host plan is taken.
 """
 
 from __future__ import annotations

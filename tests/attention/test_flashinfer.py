@@ -130,7 +130,7 @@ def test_the_wrapper_plans_once_and_its_buffers_follow(
     backend.plan_host("verify", np.array([9, 12]), width=2, kv_len=MAX_LEN)
     assert len(stock) == 1
     assert FakeModule.num_plans - before == 4
-    wrapper = backend._windows["verify", 2, 2].wrapper
+    wrapper = backend._windows["verify", 2, 2, 0].wrapper
     assert wrapper._kv_len_arr_buf.tolist() == [9, 12]
     assert wrapper._kv_indptr_buf.tolist() == [0, COLUMNS, 2 * COLUMNS]
     assert wrapper._qo_indptr_buf.tolist() == [0, 2, 4]
