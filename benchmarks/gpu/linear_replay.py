@@ -1,34 +1,35 @@
 """The replay window and materialize on a GPU: right first, then how fast.
 
-    python -m benchmarks.gpu.linear_replay [--check] [--measure] [--sweep] [--output figures.json]
+    python -m benchmarks.gpu.linear_replay [--check] [--quick] [--measure] [--sweep] [--dump]
+        [--output figures.json]
 
 Checks compare with float64 on poisoned memory. Times are those of CUDA graphs that hold one launch
 per layer, with so many layers that none is found in the L2 cache. Rows stand at mixed ring
 positions, and all advance between replays as in decoding, so folds come at their true rate: a
 figure is the mean over the steps of one cycle of L, each step the median of several passes. The
-floor of a launch is what its rows must move: the state once, once more where a row folds, the ring
-entries that a row holds, its window's entries, inputs and outputs.
+floor of a step is what its rows must move: the state once, once more where a row folds, the ring
+entries that a row holds, its window's entries, inputs and outputs. `--quick` checks and measures
+the main shapes, `--measure` all; `--dump` shows for the stream kernels how the machine code orders
+its reads and the wait for the weights.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import re
 import statistics
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import product
+from itertools import groupby, product
 from multiprocessing import get_context
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.gpu.harness import capture, relative, replay_us, result
+from benchmarks.gpu.harness import capture, main, relative, replay_us, result
 from gapless.core.architecture import Recurrence
 from gapless.ops.linear_replay import ReplayIndices, ReplayMemory, reference
 from gapless.ops.linear_replay import triton as kernels
+from gapless.ops.linear_replay.kernels import _stream_kernel
 from gapless.ops.linear_replay.tuning import Launch, kernel_of, launch_of
 from gapless.ops.step_metadata import Geometry, SlotColumns, StepConstants, window_indices
 
@@ -45,11 +46,10 @@ ROTATED_BYTES = 640 << 20
 MOST_LAYERS = 128
 PASSES = 5
 EPS = 1e-6
-DIM = 128
-VALUE_HEADS = 32
-COMPILERS = 12
+DIM = 128  # K, and V of the delta rules
+COMPILERS = 14
 
-GDN, KDA = Recurrence.GATED_DELTA, Recurrence.KIMI_DELTA
+GDN, KDA, MAMBA2 = Recurrence.GATED_DELTA, Recurrence.KIMI_DELTA, Recurrence.MAMBA2
 FP32, BF16 = torch.float32, torch.bfloat16
 # |out - wanted| / |wanted|: rounding of the output, of d, and of a state
 OUT_BOUND, D_BOUND = 3e-3, 5e-6
@@ -60,7 +60,10 @@ DECODED_TOKENS, RUN_BOUND = 1024, 1e-5
 
 @dataclass(frozen=True)
 class Case:
-    """A decode step of a layer: 32 value heads of 128 x 128, bf16 activations."""
+    """A decode step of a layer, bf16 activations.
+
+    Delta rules have 32 value heads of 128 x 128, Mamba-2 has 128 of 64 x 128 in 8 groups.
+    """
 
     recurrence: Recurrence
     width: int = 1  # W, and W_max
@@ -69,12 +72,24 @@ class Case:
     state_dtype: torch.dtype = FP32
 
     @property
+    def value_heads(self) -> int:
+        return 128 if self.recurrence is MAMBA2 else 32
+
+    @property
     def key_heads(self) -> int:
-        return VALUE_HEADS // 2 if self.recurrence is GDN else VALUE_HEADS
+        return {GDN: 16, KDA: 32, MAMBA2: 8}[self.recurrence]
+
+    @property
+    def value_dim(self) -> int:
+        return 64 if self.recurrence is MAMBA2 else DIM
 
     @property
     def decay_dim(self) -> int:
-        return 1 if self.recurrence is GDN else DIM
+        return DIM if self.recurrence is KDA else 1
+
+    @property
+    def l2norm_eps(self) -> float | None:
+        return None if self.recurrence is MAMBA2 else EPS
 
     @property
     def kernel(self) -> str:
@@ -83,18 +98,20 @@ class Case:
     @property
     def state_bytes(self) -> int:
         """Bytes of a row's state."""
-        return VALUE_HEADS * DIM * DIM * self.state_dtype.itemsize
+        return self.value_heads * self.value_dim * DIM * self.state_dtype.itemsize
 
     @property
     def entry_bytes(self) -> int:
         """Bytes of a ring entry."""
-        return 4 * VALUE_HEADS * (DIM + self.decay_dim) + 2 * self.key_heads * DIM
+        per_head = self.value_dim + self.decay_dim
+        return 4 * self.value_heads * per_head + 2 * self.key_heads * DIM
 
     @property
     def token_bytes(self) -> tuple[int, int]:
         """Bytes of a token's inputs, and of its output."""
-        value_bytes = 2 * VALUE_HEADS * DIM
-        gate_bytes = 4 * VALUE_HEADS * (1 + self.decay_dim)
+        value_bytes = 2 * self.value_heads * self.value_dim
+        num_gates = self.decay_dim + (self.recurrence is not MAMBA2)
+        gate_bytes = 4 * self.value_heads * num_gates
         return 4 * self.key_heads * DIM + value_bytes + gate_bytes, value_bytes
 
     def launch(self, rows: int) -> Launch:
@@ -119,28 +136,38 @@ class Inputs:
     q: Tensor
     k: Tensor
     v: Tensor
-    beta: Tensor
+    beta: Tensor | None
     log_decay: Tensor
 
     @classmethod
     def draw(cls, case: Case, rows: int, device: torch.device) -> Inputs:
         """Draw inputs with decays from 0.001 to 3."""
-        key_size, value_size = case.key_heads * DIM, VALUE_HEADS * DIM
+        heads = case.value_heads
+        key_size, value_size = case.key_heads * DIM, heads * case.value_dim
         lead = (rows, case.width)
-        mixed = torch.randn(*lead, 2 * key_size + value_size, device=device).to(BF16)
-        q, k, v = mixed.split([key_size, key_size, value_size], dim=-1)
-        decay = torch.randn(*lead, VALUE_HEADS, case.decay_dim, device=device)
+        mixed = torch.randn(*lead, 2 * key_size + value_size, device=device)
+        if case.l2norm_eps is None:
+            mixed *= DIM**-0.5  # keys of about unit length
+        q, k, v = mixed.to(BF16).split([key_size, key_size, value_size], dim=-1)
+        decay = torch.randn(*lead, heads, case.decay_dim, device=device)
         return cls(
             q.unflatten(-1, (-1, DIM)),
             k.unflatten(-1, (-1, DIM)),
-            v.unflatten(-1, (-1, DIM)),
-            torch.randn(*lead, VALUE_HEADS, device=device).sigmoid(),
+            v.unflatten(-1, (heads, -1)),
+            None
+            if case.recurrence is MAMBA2
+            else torch.randn(*lead, heads, device=device).sigmoid(),
             -torch.exp(1.5 * decay - 2.5),
         )
 
     @property
-    def args(self) -> tuple[Tensor, ...]:
+    def args(self) -> tuple[Tensor | None, ...]:
         return self.q, self.k, self.v, self.beta, self.log_decay
+
+    @property
+    def exact(self) -> tuple[Tensor | None, ...]:
+        """The same in float64."""
+        return tuple(None if x is None else x.double() for x in self.args)
 
 
 class Decoding:
@@ -193,13 +220,15 @@ class Decoding:
         """Return fresh memory of a layer: random, but for the zero row and the zero entry."""
         case, geometry, device = self.case, self.geometry, self.slots.device
         entries = geometry.ring_zero + 1
+        heads, dim = case.value_heads, case.value_dim
         checkpoint = torch.empty(
-            self.rows + 2, VALUE_HEADS, DIM, DIM, dtype=case.state_dtype, device=device
+            self.rows + 2, heads, dim, DIM, dtype=case.state_dtype, device=device
         )
+        key_size = 1.0 if case.l2norm_eps else DIM**-0.5
         rings = (
-            torch.randn(entries, VALUE_HEADS, DIM, device=device),
-            torch.randn(entries, case.key_heads, DIM, device=device).to(BF16),
-            -torch.exp(torch.randn(entries, VALUE_HEADS, case.decay_dim, device=device) - 2.5),
+            torch.randn(entries, heads, dim, device=device),
+            (key_size * torch.randn(entries, case.key_heads, DIM, device=device)).to(BF16),
+            -torch.exp(torch.randn(entries, heads, case.decay_dim, device=device) - 2.5),
         )
         for ring in rings:
             ring[-1] = 0
@@ -234,28 +263,39 @@ def call(
     memory: ReplayMemory,
     indices: ReplayIndices,
     launch: Launch | None = None,
-    *,
-    is_exact: bool = True,
 ) -> Tensor:
-    """Call the kernel."""
+    """Call the kernels."""
     return kernels.replay_window(
         *inputs.args,
         memory,
         indices,
         recurrence=case.recurrence,
-        l2norm_eps=EPS,
+        l2norm_eps=case.l2norm_eps,
         scale=DIM**-0.5,
         launch=launch,
-        is_exact=is_exact,
+    )
+
+
+def call_definition(
+    case: Case, inputs: Inputs, memory: ReplayMemory, indices: ReplayIndices
+) -> Tensor:
+    """Call the definition in float64."""
+    return reference.replay_window(
+        *inputs.exact,
+        memory,
+        indices,
+        recurrence=case.recurrence,
+        l2norm_eps=case.l2norm_eps,
+        scale=DIM**-0.5,
     )
 
 
 CHECKED = [
     Case(recurrence, width, replay_len, accepted=width, state_dtype=dtype)
     for recurrence, (width, replay_len), dtype in product(
-        (GDN, KDA), ((1, 1), (1, 16), (4, 16)), (FP32, BF16)
+        (GDN, KDA, MAMBA2), ((1, 1), (1, 16), (4, 16)), (FP32, BF16)
     )
-] + [Case(GDN, 2, 1), Case(KDA, 3, 5), Case(GDN, 16, 16), Case(KDA, 8, 16)]
+] + [Case(GDN, 2, 1), Case(KDA, 3, 5), Case(GDN, 16, 16), Case(KDA, 8, 16), Case(MAMBA2, 8, 16)]
 SIZES = (1, 8, 64)  # one for each row bucket of the settings
 MEASURED_ROWS = (1, 8, 32, 64, 128, 256)
 
@@ -267,7 +307,7 @@ def check(device: torch.device) -> list[dict[str, Any]]:
     found = []
     for case, rows in product(CHECKED, SIZES):
         found += _step_results(case, rows, device)
-    for recurrence in (GDN, KDA):
+    for recurrence in Recurrence:
         found.append(_fold_result(recurrence, device))
         found.append(_run_result(recurrence, device))
     return found
@@ -281,16 +321,10 @@ def _step_results(case: Case, rows: int, device: torch.device) -> list[dict[str,
     decoding.poison(memory)
     inputs = Inputs.draw(case, rows + 1, device)
     for x in inputs.args:
-        x[rows:] = float("nan")
+        if x is not None:
+            x[rows:] = float("nan")
     exact = ReplayMemory(*(x.double() for x in vars(memory).values()))
-    wanted = reference.replay_window(
-        *(x.double() for x in inputs.args),
-        exact,
-        decoding.indices,
-        recurrence=case.recurrence,
-        l2norm_eps=EPS,
-        scale=DIM**-0.5,
-    )
+    wanted = call_definition(case, inputs, exact, decoding.indices)
     before = memory.checkpoint.clone()
     indices = decoding.indices
     out = call(case, inputs, memory, indices)
@@ -299,15 +333,13 @@ def _step_results(case: Case, rows: int, device: torch.device) -> list[dict[str,
     before[folded] = memory.checkpoint[folded]
     null_row = decoding.geometry.null_row
     before[null_row] = memory.checkpoint[null_row]
-    # a row that folds reads its bf16 state as stored
-    loose = STATE_BOUND[BF16] if case.state_dtype is BF16 else 0.0
     copied = _differing(memory.k_ring[written], inputs.k[:rows].flatten(0, 1))
     copied += _differing(memory.g_ring[written], inputs.log_decay[:rows].flatten(0, 1))
     d_error = relative(memory.d_ring[written], exact.d_ring[written])
     label = f"{case} B={rows}"
     results = [
-        result(f"{label} out", relative(out[:rows], wanted[:rows]), OUT_BOUND + loose),
-        result(f"{label} d", d_error, D_BOUND + loose),
+        result(f"{label} out", relative(out[:rows], wanted[:rows]), OUT_BOUND),
+        result(f"{label} d", d_error, D_BOUND),
         result(f"{label} k and g", copied, 0),
         result(f"{label} other rows", _differing(before, memory.checkpoint), 0),
     ]
@@ -326,16 +358,20 @@ def _fold_result(recurrence: Recurrence, device: torch.device) -> dict[str, Any]
     entries = torch.arange(16, device=device)[None]
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     mask = torch.ones(1, 16, dtype=torch.bool, device=device)
-    rate = torch.logspace(-3, 0.5, VALUE_HEADS, device=device)[:, None]
-    group = VALUE_HEADS // case.key_heads
+    heads = case.value_heads
+    rate = torch.logspace(-3, 0.5, heads, device=device)[:, None]
+    group = heads // case.key_heads
     for _ in range(FOLDED_TOKENS // 16):
         memory.d_ring[:16].normal_()
         memory.k_ring[:16].normal_()
-        memory.g_ring[:16] = -rate * torch.rand(16, VALUE_HEADS, case.decay_dim, device=device)
-        kernels.materialize(memory, entries, mask, read_rows=zero, out_rows=zero, l2norm_eps=EPS)
+        memory.g_ring[:16] = -rate * torch.rand(16, heads, case.decay_dim, device=device)
+        kernels.materialize(
+            memory, entries, mask, read_rows=zero, out_rows=zero, l2norm_eps=case.l2norm_eps
+        )
         g = memory.g_ring[:16].double()
         keys = memory.k_ring[:16].double()
-        keys = keys * (keys.square().sum(-1, keepdim=True) + EPS).rsqrt()
+        if case.l2norm_eps is not None:
+            keys = keys * (keys.square().sum(-1, keepdim=True) + EPS).rsqrt()
         keys = keys.repeat_interleave(group, 1) * (g.sum(0) - g.cumsum(0)).exp()
         state = state * g.sum(0)[:, None].exp()
         state += torch.einsum("jhv,jhk->hvk", memory.d_ring[:16].double(), keys)
@@ -352,14 +388,7 @@ def _run_result(recurrence: Recurrence, device: torch.device) -> dict[str, Any]:
     for _ in range(DECODED_TOKENS):
         inputs = Inputs.draw(case, 1, device)
         call(case, inputs, memory, decoding.indices)
-        reference.replay_window(
-            *(x.double() for x in inputs.args),
-            exact,
-            decoding.indices,
-            recurrence=recurrence,
-            l2norm_eps=EPS,
-            scale=DIM**-0.5,
-        )
+        call_definition(case, inputs, exact, decoding.indices)
         decoding.advance()
     error = relative(memory.checkpoint[:1], exact.checkpoint[:1])
     name = f"{recurrence.name.lower()} state after decoding {DECODED_TOKENS} tokens"
@@ -401,18 +430,15 @@ class Timing:
         self.layers = [self.decoding.memory() for _ in range(count)]
         self.inputs = Inputs.draw(case, rows, device)
 
-    def us(self, launch: Launch | None = None, *, is_exact: bool = True) -> float:
-        """Return microseconds per launch, folds at their true rate."""
-        return self._cycle(launch, is_exact=is_exact)[0]
+    def us(self, launch: Launch | None = None) -> float:
+        """Return microseconds per step, folds at their true rate."""
+        return self._cycle(launch)[0]
 
-    def _cycle(
-        self, launch: Launch | None = None, *, is_exact: bool = True
-    ) -> tuple[float, float, float]:
-        """Return mean microseconds per launch over a cycle, and bytes read and written."""
+    def _cycle(self, launch: Launch | None = None) -> tuple[float, float, float]:
+        """Return mean microseconds per step over a cycle, and bytes read and written."""
 
         def run(memory: ReplayMemory) -> Tensor:
-            indices = self.decoding.indices
-            return call(self.case, self.inputs, memory, indices, launch, is_exact=is_exact)
+            return call(self.case, self.inputs, memory, self.decoding.indices, launch)
 
         graph = capture([lambda memory=memory: run(memory) for memory in self.layers])
         cycle = self.case.replay_len
@@ -452,17 +478,37 @@ def cases() -> list[Case]:
     return [
         Case(recurrence, width, replay_len, accepted, dtype)
         for recurrence, (width, replay_len, accepted), dtype in product(
-            (GDN, KDA), SHAPES, (FP32, BF16)
+            Recurrence, SHAPES, (FP32, BF16)
         )
     ]
 
 
 def measure(device: torch.device) -> list[dict[str, Any]]:
     """Time all kernels; a row has name, us, bytes, and the floor's share."""
+    return _figures(cases(), MEASURED_ROWS, device) + list(_peer_rows(device))
+
+
+def quick(device: torch.device) -> list[dict[str, Any]]:
+    """Check and time fp32 states at the batch sizes that are aimed for."""
+    chosen = [case for case in cases() if case.state_dtype is FP32]
+    rows = (1, 8, 64, 128, 256)
+    compile_all([(case, case.launch(size)) for case, size in product(chosen, rows)])
     torch.manual_seed(0)
-    compile_all([(case, case.launch(rows)) for case, rows in product(cases(), MEASURED_ROWS)])
-    found = [Timing(case, rows, device).row() for case, rows in product(cases(), MEASURED_ROWS)]
-    return found + list(_peer_rows(device))
+    checks = [
+        result
+        for case, size in product(chosen, SIZES)
+        for result in _step_results(case, size, device)
+    ]
+    wrong = [result for result in checks if not result["ok"]]
+    return wrong or _figures(chosen, rows, device)
+
+
+def _figures(
+    wanted: Sequence[Case], rows: Sequence[int], device: torch.device
+) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    compile_all([(case, case.launch(size)) for case, size in product(wanted, rows)])
+    return [Timing(case, size, device).row() for case, size in product(wanted, rows)]
 
 
 def _peer_rows(device: torch.device) -> Iterator[dict[str, Any]]:
@@ -477,7 +523,8 @@ def _peer_rows(device: torch.device) -> Iterator[dict[str, Any]]:
         case = Case(recurrence, replay_len=1)
         inputs = Inputs.draw(case, rows, device)
         count = min(MOST_LAYERS, max(2, -(-ROTATED_BYTES // (rows * case.state_bytes))))
-        states = [torch.randn(rows, VALUE_HEADS, DIM, DIM, device=device) for _ in range(count)]
+        size = (rows, case.value_heads, DIM, DIM)
+        states = [torch.randn(size, device=device) for _ in range(count)]
         q, k, v, beta, log_decay = (x.contiguous() for x in inputs.args)
         g = log_decay[..., 0] if recurrence is GDN else log_decay
         graph = capture(
@@ -498,94 +545,79 @@ def _peer_rows(device: torch.device) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-# per row bucket; block_v, run_v, num_warps, max_registers, num_stages
-CANDIDATES: dict[str, tuple[list[Launch], list[Launch], list[Launch]]] = {
-    "decode": (
-        [Launch(16, 16, 4), Launch(32, 32, 4), Launch(64, 64, 8), Launch(16, 32, 4, None, 2)],
-        [
-            Launch(32, 32, 4), Launch(16, 32, 4, None, 2), Launch(32, 64, 4, None, 2),
-            Launch(64, 128, 4, None, 2), Launch(32, 128, 4, None, 4),
-        ],
-        [
-            Launch(64, 128, 4, None, 2), Launch(32, 128, 4, None, 3), Launch(32, 128, 2, None, 3),
-            Launch(32, 128, 4, None, 4), Launch(16, 128, 4, None, 4), Launch(16, 128, 2, None, 4),
-        ],
-    ),
+# stream settings per row bucket: block_v, warps
+STREAMS: dict[str, tuple[list[tuple[int, int]], ...]] = {
+    "token": ([(8, 1), (16, 2), (32, 4)], [(16, 1), (32, 1), (64, 4)], [(16, 1), (32, 1), (64, 2)]),
     "packed": (
-        [Launch(8, 8), Launch(16, 16, 4), Launch(32, 32, 8), Launch(64, 64, 8)],
-        [
-            Launch(8, 8), Launch(64, 64, 4), Launch(64, 64, 8), Launch(128, 128, 8),
-            Launch(32, 128, 4, None, 3),
-        ],
-        [
-            Launch(8, 8), Launch(64, 64, 4), Launch(128, 128, 8),
-            Launch(32, 128, 4, None, 3), Launch(16, 128, 4, None, 4),
-        ],
+        [(8, 1), (16, 2), (32, 4)],
+        [(16, 1), (32, 1), (64, 4)],
+        [(16, 1), (32, 1), (64, 2)],
     ),
     "window": (
-        [Launch(16, 16), Launch(32, 32), Launch(16, 16, 4), Launch(32, 32, 8)],
-        [Launch(32, 32), Launch(64, 64), Launch(32, 64), Launch(32, 64, 2, None, 2)],
-        [
-            Launch(32, 128, 1, 168), Launch(32, 128, 1, 128), Launch(64, 128, 1, 168),
-            Launch(32, 128), Launch(32, 64, 1, 168), Launch(64, 128, 4, 168, 2),
-        ],
+        [(8, 1), (16, 2), (32, 4)],
+        [(16, 1), (32, 2), (64, 4)],
+        [(16, 1), (32, 2), (64, 4)],
     ),
-}  # fmt: skip
+}
+
+
+def candidates(kernel: str, bucket: int) -> list[Launch]:
+    """Return the settings that are tried: one part of the pinned ones changed at a time."""
+    dots = (False, True) if kernel == "window" else (False,)
+    weights = (1, 2, 4) if kernel != "window" else (2, 4, 8)
+    streams = STREAMS[kernel][bucket]
+    found = [Launch(*stream, 4, has_dots=has_dots) for stream, has_dots in product(streams, dots)]
+    found += [Launch(*streams[1], warps, has_dots=dots[-1]) for warps in weights]
+    return list(dict.fromkeys(found))
 
 
 def sweep(device: torch.device) -> list[dict[str, Any]]:
     """Time candidate settings in each row bucket; print the best four of each, return them all.
 
-    Windows of several tokens have fp32 states; bf16 ones are served with the same settings.
+    States are fp32; bf16 ones are served with the same settings.
     """
     torch.manual_seed(0)
-    swept = [case for case in cases() if case.width == 1 or case.state_dtype is FP32]
-    compile_all(
-        [
-            (case, launch)
-            for case in swept
-            for launches in CANDIDATES[case.kernel]
-            for launch in launches
-        ]
-    )
+    swept = [case for case in cases() if case.state_dtype is FP32]
+    wanted = [
+        (case, launch)
+        for case, bucket in product(swept, range(len(SIZES)))
+        for launch in candidates(case.kernel, bucket)
+    ]
+    compile_all(wanted)
     found = []
     for case, (bucket, rows) in product(swept, enumerate(SIZES)):
         timing = Timing(case, rows, device)
-        times = {launch: timing.us(launch) for launch in CANDIDATES[case.kernel][bucket]}
+        times = {launch: timing.us(launch) for launch in candidates(case.kernel, bucket)}
         ranked = sorted(times, key=times.__getitem__)
         best = ", ".join(f"{times[x]:.2f} {tuple(asdict(x).values())}" for x in ranked[:4])
-        rough = f"; TF32 {timing.us(ranked[0], is_exact=False):.2f}" if case.width > 1 else ""
         pinned = tuple(asdict(case.launch(rows)).values())
-        print(f"{case} B={rows}: {best}{rough}; pinned {pinned}", flush=True)
+        print(f"{case} B={rows}: {best}; pinned {pinned}", flush=True)
         head = {"name": str(case), "bucket": bucket, "B": rows}
         found += [head | {"us": times[x]} | asdict(x) for x in ranked]
     return found
 
 
-def main() -> int:
-    """Run what is asked for, print it, and write the file if one is named."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("check", "measure", "sweep"):
-        parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--output", type=Path)
-    asked = parser.parse_args()
-    device = torch.device("cuda")
-    record: dict[str, Any] = {"command": sys.argv, "gpu": torch.cuda.get_device_name(device)}
-    if asked.check:
-        record["checks"] = check(device)
-        for result in record["checks"]:
-            print("ok   " if result["ok"] else "WRONG", f"{result['error']:.2e}", result["name"])
-    is_right = all(result["ok"] for result in record.get("checks", []))
-    if is_right and asked.sweep:
-        record["sweep"] = sweep(device)
-    if is_right and asked.measure:
-        record["figures"] = measure(device)
-    for row in record.get("figures", []):
-        print(" | ".join(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()))
-    if asked.output is not None:
-        asked.output.write_text(json.dumps(record, indent=1) + "\n")
-    return 0 if is_right else 1
+def dump(device: torch.device) -> list[dict[str, Any]]:
+    """Return the order of memory instructions and of the wait in the stream kernels compiled."""
+    for case in cases():
+        _compile((case, case.launch(64)))
+    kinds = r"\b(LDG|ACQBULK|STG|LDS|STS|LDL|STL|BAR|HMMA|FFMA)\b"
+    found = []
+    for compiled in _stream_kernel.device_caches[device.index or 0][0].values():
+        runs = [
+            f"{k} x{len(list(run))}" for k, run in groupby(re.findall(kinds, compiled.asm["sass"]))
+        ]
+        at = next((i for i, run in enumerate(runs) if run.startswith("ACQBULK")), len(runs))
+        found.append(
+            {
+                "name": compiled.name, "registers": compiled.n_regs, "spills": compiled.n_spills,
+                "before the wait": " ".join(runs[:at]), "after": " ".join(runs[at : at + 24]),
+            }
+        )  # fmt: skip
+    return found
 
+
+RUNS = {"check": check, "dump": dump, "quick": quick, "sweep": sweep, "measure": measure}
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(__doc__, RUNS))

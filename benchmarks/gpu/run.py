@@ -29,7 +29,9 @@ import triton
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-MODULES = ("linear_replay", "linear_chunk", "attention", "mla", "projections", "small_ops")
+MODULES = (
+    "linear_replay", "linear_chunk", "attention", "mla", "draft_tree", "projections", "small_ops",
+)  # fmt: skip
 CEILING_BYTES = 4 << 30
 REPLAYS = 9
 

@@ -15,9 +15,9 @@ class DecodeCounters:
     num_emitted: int = 0
     """Tokens emitted by them."""
     proposed_at: list[int] = field(default_factory=list)
-    """Drafts proposed, by their place in the window."""
+    """Drafts proposed, by their place in the window; of a tree, by their node."""
     accepted_at: list[int] = field(default_factory=list)
-    """Drafts accepted, by their place in the window."""
+    """Drafts accepted, by their place in the window; of a tree, by their depth."""
     num_flushes: int = 0
     """Steps that folded replay ring entries into a checkpoint."""
     ring_entries: int = 0

@@ -9,7 +9,6 @@ import torch
 
 from gapless.layers.batch import LinearMemory, PrefillBatch, WindowBatch
 from gapless.ops.causal_conv import causal_conv, convolve_window
-from gapless.ops.draft_tree import unpack
 from gapless.ops.linear_chunk import chunk_prefill
 from gapless.ops.linear_replay import replay_window
 
@@ -98,11 +97,10 @@ def run_recurrence(
         inputs.log_decay.view(*heads, spec.decay_dim),
     )
     if isinstance(batch, WindowBatch):
-        bits = batch.ancestors
         out = replay_window(
             *arguments, memory.replay, batch.replay,
             recurrence=spec.recurrence, l2norm_eps=spec.l2norm_eps, scale=inputs.scale,
-            ancestors=None if bits is None else unpack(bits, bits.shape[1]),
+            ancestors=batch.ancestors,
         )  # fmt: skip
     else:
         out = chunk_prefill(

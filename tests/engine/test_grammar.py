@@ -34,6 +34,7 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(600)]
 OFF: dict[str, Any] = {"speculative_algorithm": "none"}
 MTP = {"speculative_algorithm": "mtp", "speculative_num_steps": 3}
 NGRAM = {**MTP, "speculative_algorithm": "ngram"}
+TREE = {**MTP, "speculative_topk": 3, "speculative_num_draft_tokens": 10}
 DRAWN = SamplingParams(temperature=1.0, max_tokens=40)
 PERSON = Grammar.json_schema(
     {
@@ -127,7 +128,7 @@ def test_random_schemas_are_followed_with_and_without_drafts(count: int) -> None
         assert jsonschema_rs.is_valid(schema, json.loads(result.text)), (schema, result.text)
 
 
-@pytest.mark.parametrize("spec", [MTP, NGRAM])
+@pytest.mark.parametrize("spec", [MTP, NGRAM, TREE])
 def test_other_kinds_are_followed_with_any_drafter(spec: dict[str, Any]) -> None:
     found = generate(make(**OFF), GRAMMARS, min_p=0.001)
     assert outcomes(generate(make(**spec), GRAMMARS, min_p=0.001)) == outcomes(found)
@@ -277,6 +278,35 @@ def test_masks_of_a_window_are_those_of_each_state(
                 own = empty_masks(tokenizer, 1)
                 begin(compiler, grammar, (eos,)).fill(text[: start + index], (), own)
                 assert np.array_equal(masks[index], own[0]), (start, width, index)
+
+
+def test_masks_of_a_tree_are_those_of_each_path(
+    tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    eos = tokenizer.eos_id
+    grammar = Grammar.regex(r"(ab|ba){2,3}[0-9]{1,4}\.")
+    alphabet = [*tokenizer.encode("ab7.", add_special_tokens=False), eos]
+    text = tokenizer.encode("abba", add_special_tokens=False)
+    rng = random.Random(8)
+    num_refused = 0
+    state = begin(compiler, grammar, (eos,))
+    for start in range(len(text)):
+        for _ in range(6):
+            drafts = [rng.choice(alphabet) for _ in range(9)]
+            parents = [rng.randrange(place) for place in range(1, 10)]
+            masks = empty_masks(tokenizer, 10)
+            state.fill(text[:start], drafts, masks, parents)
+            for node in range(10):
+                path, above = [], node
+                while above:
+                    path.insert(0, drafts[above - 1])
+                    above = parents[above - 1]
+                # alone, a path is a chain; its last mask is left where the grammar refuses it
+                own = empty_masks(tokenizer, 1 + len(path))
+                begin(compiler, grammar, (eos,)).fill(text[:start], path, own)
+                assert np.array_equal(masks[node], own[-1]), (start, drafts, parents, node)
+                num_refused += bool((own[-1] == -1).all())
+    assert 0 < num_refused < 6 * 9 * len(text)
 
 
 def test_a_refused_draft_leaves_the_rest_of_the_window(

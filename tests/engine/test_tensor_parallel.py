@@ -104,6 +104,7 @@ def expected(checkpoint_of: CheckpointOf) -> dict[str, list[tuple[int, ...]]]:
     [
         ("qwen3_5", 2, {"speculative_algorithm": "mtp"}),
         ("qwen3_5_four", 4, {"speculative_algorithm": "mtp"}),
+        ("deepseek_v3", 2, {"speculative_topk": 2, "speculative_num_draft_tokens": 7}),
         ("qwen3_next", 2, {"speculative_algorithm": "ngram"}),
         ("qwen3_one_kv_head", 2, {"speculative_algorithm": "ngram"}),
         ("qwen3_moe", 2, {"speculative_algorithm": "none"}),
@@ -180,6 +181,17 @@ def rank_1_of(engine: int) -> int:
             if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
                 return int(child)
     raise AssertionError(f"process {engine} has no rank 1")
+
+
+def test_processes_agree_about_trees(
+    checkpoint_of: CheckpointOf, expected: dict[str, list[tuple[int, ...]]]
+) -> None:
+    tree = {"speculative_topk": 3, "speculative_num_draft_tokens": 9}
+    llm = LLM(str(checkpoint_of("qwen3_5")), tp=2, **tree, **OPTIONS)
+    assert tokens(llm) == expected["qwen3_5"]
+    counters = llm.engine.scheduler.counters
+    assert counters.num_proposed == 8 * counters.num_steps
+    llm.close()
 
 
 class SummingRunner:

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from gapless.ops.causal_conv import reference
+from gapless.ops.draft_tree import ancestor_bits
+from gapless.ops.step_metadata import Geometry, SlotColumns, StepConstants, window_indices
+from tests.ops.trees import ancestry, random_parents
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
@@ -32,7 +35,7 @@ def weights(
 
 
 def close(out: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
-    torch.testing.assert_close(out.double(), wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(out.double(), wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -109,6 +112,56 @@ def test_window_agrees_with_float64_and_the_ring_with_its_inputs(
     real = slice(0, (case.num_rows - 1) * window)
     close(out[real], wanted[real], tolerance)
     assert torch.equal(case.ring.nan_to_num(7.0), wide_ring.to(dtype).nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+@pytest.mark.parametrize("window", [2, 7, 16])
+def test_trees_convolve_along_their_paths(window: int, by_kernel: bool) -> None:
+    """Each node's output is that of its own sequence alone; one node in each row is NaN."""
+    from gapless.ops.causal_conv import triton
+
+    channels, lengths = 5, [0, 1, 23, 40]
+    geometry = Geometry(
+        num_slots=4, num_pages=4 * 20, page_size=4, num_state_rows=4, replay_len=5,
+        ring_len=5 + 2 * window, conv_width=WIDTH, conv_ring_len=WIDTH - 1 + window,
+        max_window=window,
+    )  # fmt: skip
+    columns = SlotColumns(
+        seq_lens=torch.tensor([*lengths, 0]),
+        checkpoint_len=torch.tensor([*lengths, 0]),
+        state_rows=torch.arange(5),
+        done=torch.arange(5) == 4,
+        page_table=torch.zeros(5, 20, dtype=torch.int64),
+    )
+    parents = random_parents(5, window, torch.Generator().manual_seed(window))
+    slots = torch.tensor([2, 0, 4, 3, 1])
+    found = window_indices(
+        slots, columns, geometry, StepConstants(geometry, torch.device("cpu")),
+        window=window, tree=ancestor_bits(parents),
+    )  # fmt: skip
+    past = [torch.randn(length, channels) for length in lengths]
+    ring = torch.full((geometry.num_conv_entries, channels), float("nan"))
+    ring[geometry.conv_zero] = 0
+    for slot, inputs in enumerate(past):
+        for position in range(max(0, len(inputs) - WIDTH + 1), len(inputs)):
+            entry = slot * geometry.conv_ring_len + position % geometry.conv_ring_len
+            ring[entry] = inputs[position]
+    nodes = torch.randn(5, window, channels)
+    broken = torch.randint(1, window, (5,))
+    nodes[torch.arange(5), broken] = float("nan")
+    weight = torch.randn(channels, WIDTH)
+    op = triton.convolve_window if by_kernel else reference.convolve_window
+    args = (nodes.flatten(0, 1), ring, found.conv_write, found.conv_taps, weight)
+    moved = [x.to(DEVICE) for x in args]
+    out = op(*moved, None, num_rows=5, activation="none").cpu().view(5, window, channels)
+    for row, slot in enumerate(slots.tolist()):
+        for node in range(window) if slot != geometry.null_slot else ():
+            path = ancestry(parents[slot].tolist(), node)[::-1]
+            whole = torch.cat([torch.zeros(WIDTH - 1, channels), past[slot], nodes[row, path]])
+            wanted = (whole[-WIDTH:].double() * weight.t().double()).sum(0)
+            torch.testing.assert_close(
+                out[row, node].double(), wanted, rtol=1e-5, atol=1e-5, equal_nan=True
+            )
 
 
 def test_definition_stores_then_convolves() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gapless.core.architecture import Recurrence
+from gapless.ops.draft_tree import ancestor_bits
 from gapless.ops.linear_replay import ReplayIndices, ReplayMemory, materialize, replay_window
 from tests.ops.step_recurrence import (
     KEY_DIM,
@@ -258,14 +259,9 @@ class Run:
 
 
 def ancestors_of(parents: np.ndarray) -> torch.Tensor:
-    """Return [B + 1, W, W] bool for B rows of parents; the padded row is a chain."""
-    batch, width = parents.shape
-    ancestors = np.tile(np.eye(width, dtype=bool), (batch + 1, 1, 1))
-    for row in range(batch):
-        for node in range(1, width):
-            ancestors[row, node] |= ancestors[row, parents[row, node]]
-    ancestors[-1] = np.tri(width, dtype=bool)
-    return torch.from_numpy(ancestors)
+    """Return bits [B + 1, W] for B rows of parents; the padded row is a chain."""
+    chain = np.arange(-1, parents.shape[1] - 1)
+    return ancestor_bits(torch.from_numpy(np.vstack([parents, chain])))
 
 
 def run(shape: Shape) -> None:

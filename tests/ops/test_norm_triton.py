@@ -100,6 +100,19 @@ def test_reasons_name_what_is_not_served() -> None:
     assert triton.unsupported(x, weight) is None
     assert "float64" in str(triton.unsupported(x.double(), weight.double()))
     assert "16385" in str(triton.unsupported(torch.zeros(1, 16385), weight))
+    # the definition takes a weight per head
+    assert "2 axes" in str(triton.unsupported(x, weight[None]))
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "gated_rms_norm"])
+def test_a_weight_per_head_is_refused(name: str) -> None:
+    from gapless.ops.norm import triton
+
+    x, weight = torch.randn(3, 2, 8, device=DEVICE), torch.randn(2, 8, device=DEVICE)
+    terms = (x,) if name == "rms_norm" else (x, x)
+    options = {"activation": "silu"} if name == "gated_rms_norm" else {}
+    with pytest.raises(AssertionError, match="2 axes"):
+        vars(triton)[name](*terms, weight, EPS, **options)
 
 
 def test_definition_of_the_sums_norm() -> None:

@@ -94,7 +94,7 @@ def test_double_fold_on_done_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(decode, "accept", forgets)
     with pytest.raises(AssertionError):
-        test_state_is_that_of_a_fresh_prefill(3, 4)
+        test_state_is_that_of_a_fresh_prefill(3, 4, {})
 
 
 def test_drafts_from_the_rejected_end_of_the_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from gapless.runner.device import Device
 
 OPTIONS: dict[str, Any] = {"max_running_requests": 2, "max_model_len": 128, "dtype": "float64"}
+TREES = [
+    {"speculative_topk": 4, "speculative_num_draft_tokens": 16},
+    {"speculative_topk": 2, "speculative_num_draft_tokens": 6},
+    {"speculative_topk": 3, "speculative_num_draft_tokens": 12},
+]
 QUESTION = [{"role": "user", "content": "Bob has 3 cats and each cat eats 4 fish. How many fish?"}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 
@@ -63,12 +68,21 @@ def _close(found: Tensor, expected: Tensor) -> None:
     assert (found - expected).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize(("num_drafts", "replay_len"), [(3, 16), (3, 4), (5, 3), (2, 1), (7, 8)])
-def test_state_is_that_of_a_fresh_prefill(num_drafts: int, replay_len: int) -> None:
-    options = {**OPTIONS, "linear_replayssm_cache_len": replay_len}
+@pytest.mark.parametrize(
+    ("num_drafts", "replay_len", "tree"),
+    [
+        *[(3, 16, {}), (3, 4, {}), (5, 3, {}), (2, 1, {}), (7, 8, {})],
+        *[(3, 4, TREES[0]), (2, 3, TREES[1]), (5, 8, TREES[2])],
+    ],
+)
+def test_state_is_that_of_a_fresh_prefill(
+    num_drafts: int, replay_len: int, tree: dict[str, int]
+) -> None:
+    options = {**OPTIONS, "linear_replayssm_cache_len": replay_len, **tree}
     spec = LLM(speculative_num_steps=num_drafts, **options)
     prompt = spec.encode(QUESTION)
-    tokens = [*prompt, *LLM(speculative_num_steps=0, **options).generate(prompt, GREEDY).token_ids]
+    off = LLM(speculative_num_steps=0, **OPTIONS)
+    tokens = [*prompt, *off.generate(prompt, GREEDY).token_ids]
     stream = spec.stream(prompt, GREEDY)
     device, slot = _device(spec), 0
     for _ in range(6):
@@ -136,4 +150,4 @@ def test_planted_extend_skipped_once_leaves_a_gap(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(MtpDrafter, "read_window", skips_third)
     with pytest.raises(AssertionError):
-        test_state_is_that_of_a_fresh_prefill(3, 16)
+        test_state_is_that_of_a_fresh_prefill(3, 16, {})

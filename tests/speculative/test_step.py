@@ -15,18 +15,19 @@ from tests.engine_fixtures import runner_of
 from tests.runner.allocations import Allocations
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+DRAFTING: dict[str, dict[str, Any]] = {
+    "mtp": {"speculative_algorithm": "mtp"},
+    "ngram": {"speculative_algorithm": "ngram"},
+    "tree": {"speculative_topk": 3, "speculative_num_draft_tokens": 10},
+}
 LONG = SamplingParams(temperature=0.7, seed=3, max_tokens=200, ignore_eos=True)
 
 
-@pytest.mark.parametrize("algorithm", ["mtp", "ngram"])
+@pytest.mark.parametrize("drafting", DRAFTING)
 def test_one_launch_one_copy_up_one_copy_down(
-    algorithm: str, monkeypatch: pytest.MonkeyPatch
+    drafting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = LLM(
-        max_running_requests=4,
-        max_model_len=400,
-        speculative_algorithm=algorithm,  # type: ignore[arg-type]
-    )
+    llm = LLM(max_running_requests=4, max_model_len=400, **DRAFTING[drafting])
     streams = [llm.stream(QUESTION, LONG) for _ in range(3)]
     for stream in streams:
         next(stream)
@@ -52,9 +53,9 @@ def test_one_launch_one_copy_up_one_copy_down(
         stream.close()
 
 
-@pytest.mark.parametrize("algorithm", ["mtp", "ngram"])
-def test_no_sync(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(max_running_requests=2, max_model_len=200, speculative_algorithm=algorithm)
+@pytest.mark.parametrize("drafting", DRAFTING)
+def test_no_sync(drafting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(max_running_requests=2, max_model_len=200, **DRAFTING[drafting])
     launch = llm.engine._loop._run
 
     def guarded(plan: Any) -> Any:
@@ -63,11 +64,14 @@ def test_no_sync(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     llm.engine._loop._run = guarded
     params = [
-        SamplingParams(temperature=float(i % 2), seed=i, max_tokens=3 + 9 * i, min_tokens=i % 3)
+        SamplingParams(
+            temperature=float(i % 2), seed=i, max_tokens=3 + 9 * i, min_tokens=i % 3,
+            logprobs=i or None, presence_penalty=0.2 * (i == 3),
+        )
         for i in range(5)
-    ]
+    ]  # fmt: skip
     llm.generate([QUESTION] * 5, params)
-    if algorithm == "mtp":
+    if drafting != "ngram":
         honest = mtp.MtpDrafter.draft
 
         def syncing(self: Any, frontier: Any, *rest: Any) -> Any:
@@ -79,8 +83,9 @@ def test_no_sync(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
             llm.generate(QUESTION, params[0])
 
 
-def test_no_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(max_running_requests=2, max_model_len=400)
+@pytest.mark.parametrize("drafting", ["mtp", "tree"])
+def test_no_allocation(drafting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(max_running_requests=2, max_model_len=400, **DRAFTING[drafting])
     stream = llm.stream(QUESTION, LONG)
     for _ in range(3):
         next(stream)

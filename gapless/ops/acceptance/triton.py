@@ -78,8 +78,7 @@ def settle_trees(
     assert columns.window_tokens.is_contiguous(), "the table's windows are contiguous"
     out = SettledTrees(
         *(torch.empty_like(slots) for _ in range(5)),
-        path=torch.empty_like(sampled),
-        tokens=torch.empty_like(sampled),
+        *(torch.empty_like(sampled) for _ in range(2)),
     )
     _settle_trees_kernel[(num_rows,)](
         sampled,

@@ -24,8 +24,8 @@ MAX_NODES = 63
 class TreeMask:
     """What the queries of each row may attend to beyond the positions that all of them see."""
 
-    start: Tensor  # [B] int64: storage position of node 0; every position below it is seen
-    bits: Tensor  # [B, Q] int64: bit j of a query is set where it sees position start + j
+    start: Tensor  # [B] int64: storage position of bit 0; every position below it is seen
+    bits: Tensor  # [B, Q] int64, rows contiguous: whether a query sees position start + j
 
 
 def ancestor_bits(parents: Tensor) -> Tensor:

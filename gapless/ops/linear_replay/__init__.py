@@ -35,7 +35,7 @@ def replay_window(
     recurrence: Recurrence,
     l2norm_eps: float | None,
     scale: float,
-    ancestors: Tensor | None = None,  # [B, W, W] bool, i itself included; None is a chain
+    ancestors: Tensor | None = None,  # [B, W] int64 bits, i itself included; None is a chain
 ) -> Tensor:  # [B, W, HV, V] in q's dtype
     """Return the outputs of a window of each row, fold, and put the window into the ring.
 
@@ -45,13 +45,12 @@ def replay_window(
         from gapless.ops.linear_replay import triton
 
         reason = triton.unsupported_window(
-            q.shape[1], indices.ring_read.shape[1], memory, recurrence, ancestors
+            q.shape[1], indices.ring_read.shape[1], memory, recurrence, l2norm_eps
         )
         if reason is None:
-            assert beta is not None, "a delta rule has beta"
             return triton.replay_window(
                 q, k, v, beta, log_decay, memory, indices,
-                recurrence=recurrence, l2norm_eps=l2norm_eps, scale=scale,
+                recurrence=recurrence, l2norm_eps=l2norm_eps, scale=scale, ancestors=ancestors,
             )  # fmt: skip
         _log_fallback(reason)
     return reference.replay_window(

@@ -1,18 +1,28 @@
 """Triton kernels of the replay window; formulas in `reference.py`, launches in `triton.py`.
 
-A program owns one row, one value head and a run of value channels. What depends on keys alone, the
-scores of ring and window, it works out once; then it streams its run of the state in blocks of BV
-channels, each read once. Where a program has several warps, the next blocks' reads are in flight
-meanwhile. In windows of few tokens it has one: nothing in it waits for another, no state passes
-through shared memory, and enough programs fit on a multiprocessor to keep its reads in flight.
+All that a window makes of its state is linear in it. With the solve and the pairs multiplied in,
+every column y of a head, d of a node or its output, is
 
-A row that folds (most do not) first folds its run in memory, and reads its outputs out of the
-folded state and the ring entries that are left: the same sum, and no entry counts twice. Ring
-entries are walked from the newest back: the decay from an entry to the window is then a running
-sum, at most zero, with nothing to subtract.
+    y = S_0 x + sum_ring r_j d_j + sum_nodes u_j v_j
+
+The *weights* x [K], r [N] and u [W] depend on keys, decays and beta alone. So a step is two
+launches. A weights kernel, a program per row and head, works them out and leaves them in a buffer,
+one *record* per row and value head; what a folding row adds to its state follows them there. The
+stream kernel, many small programs, reads the state. It has all of its reads in flight before it
+needs a weight: it is launched as a programmatic dependent of the weights kernel, and first waits
+for that one when its own loads are under way. A row that folds does so from the tile it holds.
+
+A record is x [columns, K], r [columns, NP], u [columns, W], then the fold's weights: with one decay
+per head NP factors of the entries' keys and the state's factor, with one per channel the state's
+factors [K] and the decayed keys [N, K]. Columns are first the nodes' d, then their outputs; Mamba-2
+has the outputs only.
+
+Decays are sums of log decays over what lies between, built up from the newest on, so nothing is
+subtracted and no exponent is above zero: each ring entry meets the decay of its newer neighbour,
+and the oldest one's own is left for the state.
 """
 
-# ruff: noqa: B007, PLR0912, RUF005
+# ruff: noqa: PLR0912, RUF005
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
@@ -68,432 +78,242 @@ def _dot(a, b, acc, SPLIT_A: tl.constexpr, SPLIT_B: tl.constexpr):
 
 
 @triton.jit
-def _fold(
-    checkpoint,
-    d_ring,
-    k_ring,
-    g_ring,
-    entries,  # pointer to the row's ring entries, oldest first
-    count,  # how many to fold
-    read_row,
-    out_row,
-    i_head,
-    i_key_head,
-    i_run,
-    eps,
-    MOST: tl.constexpr,  # of `count`
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    IS_PER_CHANNEL: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-):
-    """Fold a run of value channels.
-
-    Products are of 23 bits and summed apart from the state, which meets one fp32 factor and one
-    fp32 sum per fold. Key channels are taken 32 at a time, so that little stays live.
-    """
-    o_k = tl.arange(0, 32)
-    p_g = g_ring + i_head * (K if IS_PER_CHANNEL else 1)
-    # entries 16 at a time, the newest first
-    weights = ()
-    since = 0.0
-    for i in tl.static_range((MOST + 15) // 16):
-        r = i * 16 + tl.arange(0, 16)
-        m_newer = (r < count) & (r > 0)
-        entry = tl.load(entries + count - 1 - r, mask=r < count, other=0)
-        newer = tl.load(entries + count - r, mask=m_newer, other=0)
-        p_keys = k_ring + ((entry * H + i_key_head) * K)[:, None] + o_k[None, :]
-        weight = tl.full([16], 1.0, tl.float32)
-        if HAS_NORM:
-            squares = tl.zeros([16, 32], tl.float32)
-            for c in tl.static_range(K // 32):
-                keys = tl.load(p_keys + c * 32, mask=(r < count)[:, None], other=0).to(tl.float32)
-                squares += keys * keys
-            weight = tl.rsqrt(tl.where(r < count, tl.sum(squares, 1) + eps, 1.0))
-        if not IS_PER_CHANNEL:
-            g_newer = tl.load(p_g + newer * HV, mask=m_newer, other=0)
-            weight *= _decay(tl.cumsum(g_newer, 0) + since)
-            since += tl.sum(g_newer, 0)
-        weights = weights + (weight,)
-    # each entry met its newer neighbour's decay; the oldest one's own is left for the state
-    p_oldest = p_g + tl.load(entries) * (HV * K if IS_PER_CHANNEL else HV)
-    if not IS_PER_CHANNEL:
-        decay = _exact_decay(since + tl.load(p_oldest, mask=count > 0, other=0))
-    p_read = checkpoint + read_row * (HV * V * K) + i_head * (V * K)
-    p_out = checkpoint + out_row * (HV * V * K) + i_head * (V * K)
-    for c in tl.static_range(K // 32):
-        parts = ()
-        later = o_k * 0.0
-        for i in tl.static_range((MOST + 15) // 16):
-            r = i * 16 + tl.arange(0, 16)
-            entry = tl.load(entries + count - 1 - r, mask=r < count, other=0)
-            p_keys = k_ring + ((entry * H + i_key_head) * K + c * 32)[:, None] + o_k[None, :]
-            keys = tl.load(p_keys, mask=(r < count)[:, None], other=0).to(tl.float32)
-            if IS_PER_CHANNEL:
-                m_newer = (r < count) & (r > 0)
-                newer = tl.load(entries + count - r, mask=m_newer, other=0)
-                p_newer = p_g + (newer * (HV * K) + c * 32)[:, None] + o_k[None, :]
-                g_newer = tl.load(p_newer, mask=m_newer[:, None], other=0)
-                keys *= _decay(tl.cumsum(g_newer, 0) + later[None, :])
-                later += tl.sum(g_newer, 0)
-            parts = parts + (keys * weights[i][:, None],)
-        if IS_PER_CHANNEL:
-            m_oldest = (count > 0) & (o_k >= 0)
-            g_oldest = tl.load(p_oldest + c * 32 + o_k, mask=m_oldest, other=0)
-            decay = _exact_decay(later + g_oldest)[None, :]
-        for i_block in tl.range(0, BLOCKS, num_stages=1):
-            o_v = (i_run * BLOCKS + i_block) * BV + tl.arange(0, BV)
-            o_state = o_v[:, None] * K + (c * 32 + o_k)[None, :]
-            state = tl.load(p_read + o_state).to(tl.float32)
-            added = tl.zeros([BV, 32], tl.float32)
-            for i in tl.static_range((MOST + 15) // 16):
-                r = i * 16 + tl.arange(0, 16)
-                entry = tl.load(entries + count - 1 - r, mask=r < count, other=0)
-                p_d = d_ring + ((entry * HV + i_head) * V)[None, :] + o_v[:, None]
-                d = tl.load(p_d, mask=(r < count)[None, :], other=0)
-                added = _dot(d, parts[i], added, SPLIT_A=True, SPLIT_B=True)
-            tl.store(p_out + o_state, (state * decay + added).to(checkpoint.dtype.element_ty))
+def _sums(g):
+    """Return for each entry, along the first axis, the sum of g over it and all later ones."""
+    if len(g.shape) == 2 and g.shape[0] >= 16:
+        # ones times g: matrix units take fewer instructions than a scan across threads
+        o_n = tl.arange(0, g.shape[0])
+        later = tl.where(o_n[None, :] >= o_n[:, None], 1.0, 0.0)
+        sums = _dot(later, g, tl.zeros(g.shape, tl.float32), SPLIT_A=False, SPLIT_B=True)
+    else:
+        sums = tl.cumsum(g, 0, reverse=True)
+    return sums
 
 
 @triton.jit
-def _start(
-    checkpoint,
-    d_ring,
+def _ring(entries, zero_entry, N: tl.constexpr, NP: tl.constexpr):
+    """Return a row's ring entries [NP] from the oldest on, each one's newer neighbour, and which
+    of both there are."""
+    o_n = tl.arange(0, NP)
+    entry = tl.load(entries + o_n, mask=o_n < N, other=zero_entry)
+    newer = tl.load(entries + o_n + 1, mask=o_n + 1 < N, other=zero_entry)
+    return entry, entry != zero_entry, newer, newer != zero_entry
+
+
+@triton.jit
+def _fold_weights(
+    fold,  # pointer to the fold's part of a record
     k_ring,
     g_ring,
-    ring_read,
-    fold_mask,
-    read_rows,
-    fold_rows,
-    i_row,
+    entries,
+    mask,  # pointer to the row's mask, a prefix of its entries
     i_head,
-    i_run,
-    zero_entry,
+    i_key_head,
     eps,
     N: tl.constexpr,
-    W: tl.constexpr,
+    NP: tl.constexpr,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    KB: tl.constexpr,
     IS_PER_CHANNEL: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """Fold what the step folds of a program's run of channels.
-
-    Returns how many ring entries the row holds, how many of them it has folded, and the
-    checkpoint row to read from here on.
-    """
-    o_n = tl.arange(0, triton.next_power_of_2(N))
-    entries = ring_read + i_row * N
-    entry = tl.load(entries + o_n, mask=o_n < N, other=zero_entry)
-    is_folded = tl.load(fold_mask + i_row * N + o_n, mask=o_n < N, other=0)
-    num_ring = tl.sum((entry != zero_entry).to(tl.int32))
-    num_folded = tl.sum(is_folded.to(tl.int32))
-    row = tl.load(read_rows + i_row)
-    if num_folded > 0:
-        read_row = row
-        row = tl.load(fold_rows + i_row)
-        # a step of at most L tokens passes one multiple of L
-        most: tl.constexpr = N - W + 1 if W <= N - W + 1 else N
-        _fold(
-            checkpoint, d_ring, k_ring, g_ring, entries, num_folded, read_row, row,
-            i_head, i_head // (HV // H), i_run, eps,
-            most, H, HV, K, V, BV, BLOCKS, IS_PER_CHANNEL, HAS_NORM,
-        )  # fmt: skip
-        # other threads of the program read what this one has stored
-        tl.debug_barrier()
-    return num_ring, num_folded, row
-
-
-@triton.jit
-def _store_inputs(
-    p_key,
-    p_g,
-    entry,
-    k_ring,
-    g_ring,
-    i_head,
-    i_key_head,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    IS_PER_CHANNEL: tl.constexpr,
-):
-    """Copy a token's log decay, and its key once per key head, to a ring entry."""
-    o_k = tl.arange(0, K)
+    """Store what the state and the masked entries count for in the folded state."""
+    o_n, o_k = tl.arange(0, NP), tl.arange(0, KB)
+    m_n = tl.load(mask + o_n, mask=o_n < N, other=0) != 0
+    m_newer = tl.load(mask + o_n + 1, mask=o_n + 1 < N, other=0) != 0
+    entry = tl.load(entries + o_n, mask=m_n, other=0)
+    newer = tl.load(entries + o_n + 1, mask=m_newer, other=0)
+    is_any = tl.load(mask) != 0
+    oldest = tl.load(entries, mask=is_any, other=0)
+    p_keys = k_ring + ((entry * H + i_key_head) * K)[:, None] + o_k[None, :]
+    factor = tl.full([NP], 1.0, tl.float32)
+    if HAS_NORM:
+        squares = tl.zeros([NP, KB], tl.float32)
+        for c in tl.static_range(K // KB):
+            keys = tl.load(p_keys + c * KB, mask=m_n[:, None], other=0).to(tl.float32)
+            squares += keys * keys
+        factor = tl.rsqrt(tl.where(m_n, tl.sum(squares, 1) + eps, 1.0))
     if IS_PER_CHANNEL:
-        tl.store(g_ring + (entry * HV + i_head) * K + o_k, tl.load(p_g + o_k))
+        for c in tl.static_range(K // KB):
+            o_c = c * KB + o_k
+            p_newer = g_ring + ((newer * HV + i_head) * K)[:, None] + o_c[None, :]
+            g_newer = tl.load(p_newer, mask=m_newer[:, None], other=0)
+            p_oldest = g_ring + (oldest * HV + i_head) * K + o_c
+            g_oldest = tl.load(p_oldest, mask=is_any & (o_k >= 0), other=0)
+            keys = tl.load(p_keys + c * KB, mask=m_n[:, None], other=0).to(tl.float32)
+            keys *= factor[:, None] * _decay(_sums(g_newer))
+            tl.store(fold + K + (o_n * K)[:, None] + o_c[None, :], keys, mask=m_n[:, None])
+            tl.store(fold + o_c, _exact_decay(tl.sum(g_newer, 0) + g_oldest))
     else:
-        tl.store(g_ring + entry * HV + i_head, tl.load(p_g))
-    if i_head % (HV // H) == 0:
-        key = tl.load(p_key + o_k).to(k_ring.dtype.element_ty)
-        tl.store(k_ring + (entry * H + i_key_head) * K + o_k, key)
+        g_newer = tl.load(g_ring + newer * HV + i_head, mask=m_newer, other=0)
+        g_oldest = tl.load(g_ring + oldest * HV + i_head, mask=is_any, other=0)
+        tl.store(fold + o_n, factor * _decay(_sums(g_newer)), mask=m_n)
+        tl.store(fold + NP, _exact_decay(tl.sum(g_newer, 0) + g_oldest))
 
 
 @triton.jit(do_not_specialize=["zero_entry"])
-def _replay_decode_kernel(
+def _token_weights_kernel(
     q,
     k,
-    v,
     beta,
     log_decay,
-    out,
-    checkpoint,
-    d_ring,
+    records,
     k_ring,
     g_ring,
     ring_read,
     ring_write,
     fold_mask,
-    read_rows,
-    fold_rows,
     q_stride,
     k_stride,
-    v_stride,
     beta_stride,
     g_stride,
     zero_entry,
     scale,
     eps,
     N: tl.constexpr,
+    NP: tl.constexpr,  # power of two of at least N
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    BLOCKS: tl.constexpr,  # of BV channels in a program's run
-    STAGES: tl.constexpr,  # of them in flight
     KB: tl.constexpr,
+    HEADS: tl.constexpr,  # value heads of a program, of one key head
+    SIZE: tl.constexpr,  # of a record
+    HAS_DELTA: tl.constexpr,
     IS_PER_CHANNEL: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    IS_DEPENDED_ON: tl.constexpr,
 ):
-    """A window of one token: two vectors, so plain fp32 sums.
+    """Weights of a window of one token: fp32 sums, keys in tiles of KB channels.
 
-    A block is a tuple of [BV, KB] tiles, KB being what 8 threads load at 16 bytes each: sums over
-    K are then taken within a thread, and at the end over 8 lanes, not 32. Vectors are tuples of
-    [KB] loaded where they are used, without passing through shared memory.
+    KB is what 8 threads load: sums over K are taken within a thread, and at the end over 8 lanes.
     """
-    i_head, i_row = tl.program_id(0) // (V // BV // BLOCKS), tl.program_id(1).to(tl.int64)
-    i_run, i_key_head = tl.program_id(0) % (V // BV // BLOCKS), i_head // (HV // H)
+    if IS_DEPENDED_ON:
+        tl.extra.cuda.gdc_launch_dependents()
+    first_head, i_row = tl.program_id(0) * HEADS, tl.program_id(1).to(tl.int64)
+    i_key_head = first_head // (HV // H)
+    o_n, o_k = tl.arange(0, NP), tl.arange(0, KB)
     entries = ring_read + i_row * N
-    o_k = tl.arange(0, KB)
-    if N == 1:
-        # L = 1: the state takes in its one entry where it is read anyway
-        row = tl.load(read_rows + i_row)
-        fold_row = tl.load(fold_rows + i_row)
-        is_folding = tl.load(fold_mask + i_row) != 0
-        folded = tl.load(entries)
-        p_folded = k_ring + (folded * H + i_key_head) * K + o_k
-        squares = o_k * 0.0
-        for c in tl.static_range(K // KB):
-            folded_key = tl.load(p_folded + c * KB).to(tl.float32)
-            squares += folded_key * folded_key
-        folded_scale = 1.0
-        if HAS_NORM:
-            folded_scale = tl.rsqrt(tl.sum(squares) + eps)
-        p_folded_g = g_ring + (folded * HV + i_head) * (K if IS_PER_CHANNEL else 1)
-        folded_keys = ()
-        folded_decay = ()
-        for c in tl.static_range(K // KB):
-            folded_key = tl.load(p_folded + c * KB).to(tl.float32) * folded_scale
-            folded_keys = folded_keys + (folded_key,)
-            if IS_PER_CHANNEL:
-                folded_decay = folded_decay + (_exact_decay(tl.load(p_folded_g + c * KB + o_k)),)
-            else:
-                folded_decay = folded_decay + (_exact_decay(tl.load(p_folded_g)),)
-    else:
-        num_ring, num_folded, row = _start(
-            checkpoint, d_ring, k_ring, g_ring, ring_read, fold_mask, read_rows, fold_rows,
-            i_row, i_head, i_run, zero_entry, eps,
-            N, 1, H, HV, K, V, BV, BLOCKS, IS_PER_CHANNEL, HAS_NORM,
-        )  # fmt: skip
-        num_live = num_ring - num_folded
-
-    p_key = k + i_row * k_stride + i_key_head * K
-    p_query = q + i_row * q_stride + i_key_head * K
-    p_g = log_decay + i_row * g_stride + i_head * (K if IS_PER_CHANNEL else 1)
-    raw_keys = ()
-    raw_queries = ()
+    entry, m_live, newer, m_newer = _ring(entries, zero_entry, N, NP)
+    written = tl.load(ring_write + i_row)
+    oldest = tl.load(entries)
+    is_folding = tl.load(fold_mask + i_row * N) != 0
+    p_keys = k_ring + ((entry * H + i_key_head) * K)[:, None] + o_k[None, :]
+    ring_keys = ()
+    keys = ()
+    queries = ()
     key_squares = o_k * 0.0
     query_squares = o_k * 0.0
     products = o_k * 0.0
     for c in tl.static_range(K // KB):
-        key = tl.load(p_key + c * KB + o_k).to(tl.float32)
-        query = tl.load(p_query + c * KB + o_k).to(tl.float32)
+        key = tl.load(k + i_row * k_stride + i_key_head * K + c * KB + o_k)
+        query = tl.load(q + i_row * q_stride + i_key_head * K + c * KB + o_k).to(tl.float32)
+        ring_keys = ring_keys + (tl.load(p_keys + c * KB, mask=m_live[:, None], other=0),)
+        if first_head % (HV // H) == 0:
+            p_written = k_ring + (written * H + i_key_head) * K + c * KB + o_k
+            tl.store(p_written, key.to(k_ring.dtype.element_ty))
+        key = key.to(tl.float32)
         key_squares += key * key
         query_squares += query * query
         products += key * query
-        raw_keys = raw_keys + (key,)
-        raw_queries = raw_queries + (query,)
+        keys = keys + (key,)
+        queries = queries + (query,)
     key_scale, query_scale = 1.0, scale
     if HAS_NORM:
         key_scale = tl.rsqrt(tl.sum(key_squares) + eps)
         query_scale *= tl.rsqrt(tl.sum(query_squares) + eps)
-    own_score = tl.sum(products) * (key_scale * query_scale)
-    keys = ()
-    queries = ()
-    since = ()
+    pair = tl.sum(products) * (key_scale * query_scale)
+
+    # with one decay per channel HEADS is 1, and the decays enter here
+    key_sum = tl.zeros([NP, KB], tl.float32)
+    query_sum = tl.zeros([NP, KB], tl.float32)
+    squares = tl.zeros([NP, KB], tl.float32)
+    state_keys = ()
+    state_queries = ()
     for c in tl.static_range(K // KB):
-        key, query = raw_keys[c] * key_scale, raw_queries[c] * query_scale
+        ring_key = ring_keys[c].to(tl.float32)
+        key, query = keys[c] * key_scale, queries[c] * query_scale
+        squares += ring_key * ring_key
+        state_decay = 1.0
         if IS_PER_CHANNEL:
-            decay = _decay(tl.load(p_g + c * KB + o_k))
-            key *= decay
-            query *= decay
-            since = since + (o_k * 0.0,)
-        keys = keys + (key,)
-        queries = queries + (query,)
-    if not IS_PER_CHANNEL:
-        since = (tl.load(p_g),)
+            o_c = c * KB + o_k
+            p_newer = g_ring + ((newer * HV + first_head) * K)[:, None] + o_c[None, :]
+            g_newer = tl.load(p_newer, mask=m_newer[:, None], other=0)
+            g_oldest = tl.load(g_ring + (oldest * HV + first_head) * K + o_c)
+            g = tl.load(log_decay + i_row * g_stride + first_head * K + o_c)
+            tl.store(g_ring + (written * HV + first_head) * K + o_c, g)
+            ring_key *= _decay(_sums(g_newer))
+            key *= _decay(g)
+            query *= _decay(g)
+            state_decay = _decay(tl.sum(g_newer, 0) + g_oldest)
+        key_sum += ring_key * key[None, :]
+        query_sum += ring_key * query[None, :]
+        state_keys = state_keys + (key * state_decay,)
+        state_queries = state_queries + (query * state_decay,)
+    factor = tl.where(m_live, 1.0, 0.0)
+    if HAS_NORM:
+        factor *= tl.rsqrt(tl.where(m_live, tl.sum(squares, 1) + eps, 1.0))
+    key_score = tl.sum(key_sum, 1) * factor
+    query_score = tl.sum(query_sum, 1) * factor
 
-    # scores of 16 ring entries at a time, the newest first
-    p_d = ()
-    key_scores = ()
-    query_scores = ()
-    for i in tl.static_range((N + 14) // 16):
-        r = i * 16 + tl.arange(0, 16)
-        m_newer = (r < num_live) & (r > 0)
-        entry = tl.load(entries + num_ring - 1 - r, mask=r < num_live, other=0)
-        newer = tl.load(entries + num_ring - r, mask=m_newer, other=0)
-        p_keys = k_ring + ((entry * H + i_key_head) * K)[:, None] + o_k[None, :]
-        squares = tl.zeros([16, KB], tl.float32)
-        key_score = tl.zeros([16, KB], tl.float32)
-        query_score = tl.zeros([16, KB], tl.float32)
-        later = ()
-        for c in tl.static_range(K // KB):
-            ring_key = tl.load(p_keys + c * KB, mask=(r < num_live)[:, None], other=0)
-            ring_key = ring_key.to(tl.float32)
-            squares += ring_key * ring_key
-            if IS_PER_CHANNEL:
-                p_newer = g_ring + ((newer * HV + i_head) * K)[:, None] + (c * KB + o_k)[None, :]
-                g = tl.load(p_newer, mask=m_newer[:, None], other=0)
-                ring_key *= _decay(tl.cumsum(g, 0) + since[c][None, :])
-                later = later + (since[c] + tl.sum(g, 0),)
-            key_score += ring_key * keys[c][None, :]
-            query_score += ring_key * queries[c][None, :]
-        weight = tl.full([16], 1.0, tl.float32)
-        if HAS_NORM:
-            weight = tl.rsqrt(tl.sum(squares, 1) + eps)
+    COLUMNS: tl.constexpr = 2 if HAS_DELTA else 1
+    for h in tl.static_range(HEADS):
+        i_head = first_head + h
+        record = records + (i_row * HV + i_head) * SIZE
+        ring_decay = tl.full([NP], 1.0, tl.float32)
+        decay = 1.0
         if not IS_PER_CHANNEL:
+            g = tl.load(log_decay + i_row * g_stride + i_head)
+            tl.store(g_ring + written * HV + i_head, g)
             g_newer = tl.load(g_ring + newer * HV + i_head, mask=m_newer, other=0)
-            weight *= _decay(tl.cumsum(g_newer, 0) + since[0])
-            later = (since[0] + tl.sum(g_newer, 0),)
-        since = later
-        weight = tl.where(r < num_live, weight, 0.0)
-        key_scores = key_scores + (tl.sum(key_score, 1) * weight,)
-        query_scores = query_scores + (tl.sum(query_score, 1) * weight,)
-        p_d = p_d + (d_ring + (entry * HV + i_head) * V,)
-
-    # each entry met its newer neighbour's decay; the oldest one's own is left for the state
-    state_keys = keys
-    state_queries = queries
-    if N > 1:
-        oldest = tl.load(entries + num_folded, mask=num_live > 0, other=0)
-        if IS_PER_CHANNEL:
-            state_keys = ()
-            state_queries = ()
-            for c in tl.static_range(K // KB):
-                p_oldest = g_ring + (oldest * HV + i_head) * K + c * KB + o_k
-                g_oldest = tl.load(p_oldest, mask=(num_live > 0) & (o_k >= 0), other=0)
-                state_keys = state_keys + (keys[c] * _decay(since[c] + g_oldest),)
-                state_queries = state_queries + (queries[c] * _decay(since[c] + g_oldest),)
-        else:
-            g_oldest = tl.load(g_ring + oldest * HV + i_head, mask=num_live > 0, other=0)
-            since = (since[0] + g_oldest,)
-    decay = 1.0
-    if not IS_PER_CHANNEL:
-        decay = _decay(since[0])
-
-    b_beta = tl.load(beta + i_row * beta_stride + i_head).to(tl.float32)
-    written = tl.load(ring_write + i_row)
-    p_state = checkpoint + row * (HV * V * K) + i_head * (V * K)
-    for i_block in tl.range(0, BLOCKS, num_stages=STAGES):
-        o_v = (i_run * BLOCKS + i_block) * BV + tl.arange(0, BV)
-        key_sum = tl.zeros([BV, KB], tl.float32)
-        query_sum = tl.zeros([BV, KB], tl.float32)
-        if N == 1:
-            p_d_folded = d_ring + (folded * HV + i_head) * V + o_v
-            d_folded = tl.load(p_d_folded, mask=is_folding & (o_v >= 0), other=0)
+            g_oldest = tl.load(g_ring + oldest * HV + i_head)
+            ring_decay = _decay(_sums(g_newer) + g)
+            decay = _decay(tl.sum(g_newer, 0) + g_oldest + g)
+        b_beta = 0.0
+        if HAS_DELTA:
+            b_beta = tl.load(beta + i_row * beta_stride + i_head).to(tl.float32)
+        # d = beta (v - past(k)), o = past(q) + pair d
+        p_ring = record + COLUMNS * K + o_n
+        p_value = record + COLUMNS * (K + NP)
+        of_key = pair * b_beta
         for c in tl.static_range(K // KB):
-            o_tile = o_v[:, None] * K + (c * KB + o_k)[None, :]
-            state = tl.load(p_state + o_tile).to(tl.float32)
-            if N == 1:
-                state *= tl.where(is_folding, folded_decay[c], 1.0)
-                state += d_folded[:, None] * folded_keys[c][None, :]
-                p_fold = checkpoint + fold_row * (HV * V * K) + i_head * (V * K) + o_tile
-                is_stored = is_folding & (o_tile >= 0)
-                tl.store(p_fold, state.to(checkpoint.dtype.element_ty), mask=is_stored)
-            key_sum += state * state_keys[c][None, :]
-            query_sum += state * state_queries[c][None, :]
-        past_key = tl.sum(key_sum, 1) * decay
-        past_query = tl.sum(query_sum, 1) * decay
-        for i in tl.static_range((N + 14) // 16):
-            m_live = i * 16 + tl.arange(0, 16) < num_live
-            ring_d = tl.load(p_d[i][:, None] + o_v[None, :], mask=m_live[:, None], other=0)
-            past_key += tl.sum(ring_d * key_scores[i][:, None], 0)
-            past_query += tl.sum(ring_d * query_scores[i][:, None], 0)
-        value = tl.load(v + i_row * v_stride + i_head * V + o_v).to(tl.float32)
-        d = b_beta * (value - past_key)
-        o = past_query + own_score * d
-        tl.store(out + (i_row * HV + i_head) * V + o_v, o.to(out.dtype.element_ty))
-        tl.store(d_ring + (written * HV + i_head) * V + o_v, d)
-    if i_run == 0:
-        _store_inputs(
-            p_key, p_g, written, k_ring, g_ring, i_head, i_key_head, H, HV, K, IS_PER_CHANNEL
-        )
-
-
-@triton.jit
-def _cut(x):
-    """Return x cut, not rounded, to 11 bits: the rest then has its sign, and 21 bits meet."""
-    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _aligned(x, IS_DIRECT: tl.constexpr):
-    """Reorder columns so that what a thread has loaded is what it feeds to the matrix units.
-
-    Thread t of the four that share a row has loaded 16 bytes in sequence; the compiler feeds pairs,
-    (2t, 2t + 1), (2t + 8, 2t + 9), ..., where an operand comes from bf16. A product over columns
-    does not mind their order, so both of its sides are reordered.
-    """
-    if IS_DIRECT:
-        rows: tl.constexpr = x.shape[0]
-        columns: tl.constexpr = x.shape[1]
-        x = tl.permute(tl.reshape(x, [rows, 4, columns // 8, 2]), [0, 2, 1, 3])
-        x = tl.reshape(x, [rows, columns])
-    return x
+            state_query = state_queries[c] - of_key * state_keys[c]
+            if HAS_DELTA:
+                tl.store(record + c * KB + o_k, -b_beta * decay * state_keys[c])
+            tl.store(record + (COLUMNS - 1) * K + c * KB + o_k, decay * state_query)
+        if HAS_DELTA:
+            tl.store(p_ring, -b_beta * key_score * ring_decay)
+            tl.store(p_ring + NP, (query_score - of_key * key_score) * ring_decay)
+            tl.store(p_value, b_beta)
+            tl.store(p_value + 1, of_key)
+        else:
+            tl.store(p_ring, query_score * ring_decay)
+            tl.store(p_value, pair)
+        if is_folding:
+            _fold_weights(
+                record + COLUMNS * (K + NP + 1), k_ring, g_ring, entries, fold_mask + i_row * N,
+                i_head, i_key_head, eps, N, NP, H, HV, K, KB, IS_PER_CHANNEL, HAS_NORM,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["zero_entry"])
-def _replay_window_kernel(
+def _window_weights_kernel(
     q,
     k,
-    v,
     beta,
     log_decay,
-    out,
-    checkpoint,
-    d_ring,
+    ancestors,
+    records,
     k_ring,
     g_ring,
     ring_read,
     ring_write,
     fold_mask,
-    read_rows,
-    fold_rows,
     q_stride,
     q_token_stride,
     k_stride,
     k_token_stride,
-    v_stride,
-    v_token_stride,
     beta_stride,
     beta_token_stride,
     g_stride,
@@ -502,223 +322,466 @@ def _replay_window_kernel(
     scale,
     eps,
     N: tl.constexpr,
+    NP: tl.constexpr,  # power of two of at least N and 16
     W: tl.constexpr,
-    HALF: tl.constexpr,  # power of two of at least 4 and W
+    XP: tl.constexpr,  # power of two of at least the columns and 16
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    BLOCKS: tl.constexpr,  # of BV channels in a program's run
-    STAGES: tl.constexpr,  # of them in flight
-    KB: tl.constexpr,  # key channels of a tile
-    IS_DIRECT: tl.constexpr,  # one warp, KB of four 16-byte loads of state
+    KB: tl.constexpr,
+    SIZE: tl.constexpr,
+    HAS_TREE: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
     IS_PER_CHANNEL: tl.constexpr,
     HAS_NORM: tl.constexpr,
     SPLIT_X: tl.constexpr,
-    SPLIT_STATE: tl.constexpr,
-    SPLIT_D: tl.constexpr,
+    IS_DEPENDED_ON: tl.constexpr,
 ):
-    """A window of 2 to 16 tokens: matrix units read 2 * HALF vectors at once, keys then queries.
+    """Weights of a window of 2 to 16 tokens, a chain or a tree, on matrix units.
 
-    Columns of `y` [BV, 2 * HALF] are first what each vector reads out of the past, and at the end
-    d of each key and the output of each query: node j's d, once known, is added to every later
-    key's column and every query's from j on, which is forward substitution and the output at once.
+    The vectors `x` [XP, K] stand in the columns' order: keys, then queries.
     """
-    i_head, i_row = tl.program_id(0) // (V // BV // BLOCKS), tl.program_id(1).to(tl.int64)
-    i_run, i_key_head = tl.program_id(0) % (V // BV // BLOCKS), i_head // (HV // H)
-    # more channels of a fold at a time would overflow the registers of one warp
-    FOLD_V: tl.constexpr = 32 if BV > 32 else BV
-    num_ring, num_folded, row = _start(
-        checkpoint, d_ring, k_ring, g_ring, ring_read, fold_mask, read_rows, fold_rows,
-        i_row, i_head, i_run, zero_entry, eps,
-        N, W, H, HV, K, V, FOLD_V, BV * BLOCKS // FOLD_V, IS_PER_CHANNEL, HAS_NORM,
-    )  # fmt: skip
+    if IS_DEPENDED_ON:
+        tl.extra.cuda.gdc_launch_dependents()
+    i_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_key_head = i_head // (HV // H)
+    COLUMNS: tl.constexpr = 2 * W if HAS_DELTA else W
+    o_n, o_x, o_k = tl.arange(0, NP), tl.arange(0, XP), tl.arange(0, K)
     entries = ring_read + i_row * N
-    num_live = num_ring - num_folded
-    o_k = tl.arange(0, KB)
-    if IS_DIRECT:
-        # all tiles spread over threads as the state's
-        o_k = tl.max_contiguous(o_k, KB // 4)
-    o_x = tl.arange(0, 2 * HALF)
-    node = o_x % HALF
-    m_key = o_x < W
-    m_query = (o_x >= HALF) & (node < W)
-    p_key = k + i_row * k_stride + i_key_head * K
-    p_query = q + i_row * q_stride + i_key_head * K
+    entry, m_live, newer, m_newer = _ring(entries, zero_entry, N, NP)
+    oldest = tl.load(entries)
+    p_keys = k_ring + ((entry * H + i_key_head) * K)[:, None] + o_k[None, :]
+    ring_keys = tl.load(p_keys, mask=m_live[:, None], other=0).to(tl.float32)
+    p_g_ring = g_ring + i_head * (K if IS_PER_CHANNEL else 1)
+    if IS_PER_CHANNEL:
+        p_newer = p_g_ring + (newer * (HV * K))[:, None] + o_k[None, :]
+        g_newer = tl.load(p_newer, mask=m_newer[:, None], other=0)
+        g_oldest = tl.load(p_g_ring + oldest * (HV * K) + o_k)
+    else:
+        g_newer = tl.load(p_g_ring + newer * HV, mask=m_newer, other=0)
+        g_oldest = tl.load(p_g_ring + oldest * HV)
+
+    is_key = (o_x < W) & HAS_DELTA
+    node = tl.where(o_x < W, o_x, o_x - W)
+    m_query = (o_x < COLUMNS) & (is_key == 0)
+    p_key = k + i_row * k_stride + i_key_head * K + o_k
+    p_query = q + i_row * q_stride + i_key_head * K + o_k
     p_g = log_decay + i_row * g_stride + i_head * (K if IS_PER_CHANNEL else 1)
-    x = ()
-    squares = tl.zeros([2 * HALF, KB], tl.float32)
-    for c in tl.static_range(K // KB):
-        p_keys = p_key + (node * k_token_stride)[:, None] + (c * KB + o_k)[None, :]
-        p_queries = p_query + (node * q_token_stride)[:, None] + (c * KB + o_k)[None, :]
-        vectors = tl.load(p_keys, mask=m_key[:, None], other=0).to(tl.float32)
-        vectors += tl.load(p_queries, mask=m_query[:, None], other=0).to(tl.float32)
-        squares += vectors * vectors
-        x = x + (vectors,)
+    p_x = p_key[None, :] + (node * k_token_stride)[:, None]
+    x = tl.load(p_x, mask=is_key[:, None], other=0).to(tl.float32)
+    p_x = p_query[None, :] + (node * q_token_stride)[:, None]
+    x += tl.load(p_x, mask=m_query[:, None], other=0).to(tl.float32)
     x_scale = tl.where(m_query, scale, 1.0)
     if HAS_NORM:
-        x_scale *= tl.where(m_key | m_query, tl.rsqrt(tl.sum(squares, 1) + eps), 0.0)
-    p_beta = beta + i_row * beta_stride + i_head + node * beta_token_stride
-    b_beta = tl.load(p_beta, mask=m_key, other=0).to(tl.float32)
-
-    # weights [j, i] with which node j's d enters column i
-    m_from = (o_x < W)[:, None] & (m_query[None, :] & (node[None, :] >= o_x[:, None]))
-    m_from |= (o_x < W)[:, None] & (m_key[None, :] & (node[None, :] > o_x[:, None]))
-    weights = tl.zeros([2 * HALF, 2 * HALF], tl.float32)
-    column = x_scale
-    decayed_x = ()
-    if IS_PER_CHANNEL:
-        # node by node from the last: `decay` sums g over the nodes after it, up to the column's own
-        decay = ()
-        for c in tl.static_range(K // KB):
-            decay = decay + (tl.zeros([2 * HALF, KB], tl.float32),)
-        for i in tl.range(0, W, num_stages=1, loop_unroll_factor=W if IS_DIRECT else 1):
-            last = W - 1 - i
-            products = tl.zeros([2 * HALF, KB], tl.float32)
-            up_to = ()
-            for c in tl.static_range(K // KB):
-                key = tl.load(p_key + last * k_token_stride + c * KB + o_k).to(tl.float32)
-                products += x[c] * _decay(decay[c]) * key[None, :]
-                g = tl.load(p_g + last * g_token_stride + c * KB + o_k)
-                up_to = up_to + (decay[c] + tl.where((node >= last)[:, None], g[None, :], 0.0),)
-            decay = up_to
-            score = tl.sum(products, 1)[None, :]
-            weights = tl.where(o_x[:, None] == last, score, weights)
-        weights = tl.where(m_from, weights, 0.0)
-        for c in tl.static_range(K // KB):
-            decayed_x = decayed_x + (x[c] * _decay(decay[c]),)
+        x_scale *= tl.rsqrt(tl.where(o_x < COLUMNS, tl.sum(x * x, 1) + eps, 1.0))
+    if HAS_TREE:
+        bits = tl.load(ancestors + i_row * W + node, mask=o_x < COLUMNS, other=0)
     else:
-        p_node = p_g + o_x * g_token_stride
-        g = tl.load(p_node, mask=m_key, other=0)
-        to_column = tl.sum(tl.where(o_x[:, None] <= node[None, :], g[:, None], 0.0), 0)
-        to_row = tl.sum(tl.where(o_x[None, :] <= o_x[:, None], g[None, :], 0.0), 1)
-        for c in tl.static_range(K // KB):
-            aligned = _aligned(x[c], IS_DIRECT)
-            weights = _dot(aligned, tl.trans(aligned), weights, SPLIT_X, SPLIT_X)
-        exponent = tl.where(m_from, to_column[None, :] - to_row[:, None], float("-inf"))
-        weights *= _decay(exponent)
-        column *= _decay(to_column)
-        decayed_x = x
-    weights *= x_scale[:, None] * (tl.where(m_key, -b_beta, 1.0) * x_scale)[None, :]
-    to_later = ()
-    if IS_DIRECT:
-        for j in tl.static_range(W):
-            to_later = to_later + (tl.sum(tl.where(o_x[:, None] == j, weights, 0.0), 0),)
+        bits = (2 << node.to(tl.int64)) - 1
 
-    # scores of the ring entries, the newest first; each meets its newer neighbour's decay, and
-    # the oldest one's own is left for the state
-    state_column = column
-    state_x = decayed_x
-    if N > W:
-        r = tl.arange(0, triton.next_power_of_2(N - W) if N - W > 16 else 16)
-        m_live = r < num_live
-        m_newer = m_live & (r > 0)
-        entry = tl.load(entries + num_ring - 1 - r, mask=m_live, other=0)
-        newer = tl.load(entries + num_ring - r, mask=m_newer, other=0)
-        oldest = tl.load(entries + num_folded, mask=num_live > 0, other=0)
-        p_keys = k_ring + ((entry * H + i_key_head) * K)[:, None] + o_k[None, :]
-        p_newer = g_ring + (newer * HV + i_head) * (K if IS_PER_CHANNEL else 1)
-        p_oldest = g_ring + (oldest * HV + i_head) * (K if IS_PER_CHANNEL else 1)
-        p_d = d_ring + ((entry * HV + i_head) * V)[None, :]
-        ring_squares = tl.zeros([r.shape[0], KB], tl.float32)
-        scores = tl.zeros([r.shape[0], 2 * HALF], tl.float32)
-        state_x = ()
-        for c in tl.static_range(K // KB):
-            ring_keys = tl.load(p_keys + c * KB, mask=m_live[:, None], other=0).to(tl.float32)
-            ring_squares += ring_keys * ring_keys
-            if IS_PER_CHANNEL:
-                o_c = c * KB + o_k
-                g_newer = tl.load(p_newer[:, None] + o_c[None, :], mask=m_newer[:, None], other=0)
-                ring_keys *= _decay(tl.cumsum(g_newer, 0))
-                g_oldest = tl.load(p_oldest + o_c, mask=(num_live > 0) & (o_k >= 0), other=0)
-                past = _decay(tl.sum(g_newer, 0) + g_oldest)
-                state_x = state_x + (decayed_x[c] * past[None, :],)
-            else:
-                state_x = state_x + (x[c],)
-            scores = _dot(
-                _aligned(ring_keys, IS_DIRECT), tl.trans(_aligned(decayed_x[c], IS_DIRECT)),
-                scores, SPLIT_X, SPLIT_X,
-            )  # fmt: skip
-        weight = tl.where(m_live, 1.0, 0.0)
-        if HAS_NORM:
-            weight *= tl.rsqrt(tl.where(m_live, tl.sum(ring_squares, 1) + eps, 1.0))
-        if not IS_PER_CHANNEL:
-            g_newer = tl.load(p_newer, mask=m_newer, other=0)
-            weight *= _decay(tl.cumsum(g_newer, 0))
-            g_oldest = tl.load(p_oldest, mask=num_live > 0, other=0)
-            state_column *= _decay(tl.sum(g_newer, 0) + g_oldest)
-        scores *= weight[:, None] * column[None, :]
+    # node by node from the last: `since` sums g along each column's path over the nodes after it
+    pairs = tl.zeros([XP, XP], tl.float32)  # [node, column]
+    since = tl.zeros([XP, K] if IS_PER_CHANNEL else [XP], tl.float32)
+    for i in tl.range(0, W, num_stages=1):
+        last = W - 1 - i
+        written = tl.load(ring_write + i_row * W + last)
+        is_above = ((bits >> last) & 1) != 0
+        key = tl.load(p_key + last * k_token_stride)
+        if i_head % (HV // H) == 0:
+            p_written = k_ring + (written * H + i_key_head) * K + o_k
+            tl.store(p_written, key.to(k_ring.dtype.element_ty))
+        key = key.to(tl.float32)
+        if IS_PER_CHANNEL:
+            score = tl.sum(x * _decay(since) * key[None, :], 1)
+            g = tl.load(p_g + last * g_token_stride + o_k)
+            tl.store(p_g_ring + written * (HV * K) + o_k, g)
+            since += tl.where(is_above[:, None], g[None, :], 0.0)
+        else:
+            score = tl.sum(x * key[None, :], 1) * _decay(since)
+            g = tl.load(p_g + last * g_token_stride)
+            tl.store(p_g_ring + written * HV, g)
+            since += tl.where(is_above, g, 0.0)
+        is_paired = is_above & ((is_key == 0) | (node != last))
+        score = tl.where(is_paired, score, 0.0)
+        pairs = tl.where(o_x[:, None] == last, score[None, :], pairs)
 
-    p_state = checkpoint + row * (HV * V * K) + i_head * (V * K)
-    written = tl.load(ring_write + i_row * W + node, mask=m_key, other=0)
-    for i_block in tl.range(0, BLOCKS, num_stages=STAGES):
-        o_v = (i_run * BLOCKS + i_block) * BV + tl.arange(0, BV)
-        y = tl.zeros([BV, 2 * HALF], tl.float32)
-        for c in tl.static_range(K // KB):
-            state = tl.load(p_state + o_v[:, None] * K + (c * KB + o_k)[None, :]).to(tl.float32)
-            state = _aligned(state, IS_DIRECT)
-            right = tl.trans(_aligned(state_x[c], IS_DIRECT))
-            if SPLIT_STATE:
-                state_head = _cut(state)
-                y = _dot(state - state_head, right, y, SPLIT_A=False, SPLIT_B=False)
-                state = state_head
-            y = _dot(state, right, y, SPLIT_A=False, SPLIT_B=SPLIT_X)
-        y *= state_column[None, :]
-        if N > W:
-            ring_d = tl.load(p_d + o_v[:, None], mask=m_live[None, :], other=0)
-            y = _dot(ring_d, scores, y, SPLIT_D, SPLIT_D)
-        p_value = v + i_row * v_stride + i_head * V + o_v[:, None]
-        value = tl.load(p_value + (node * v_token_stride)[None, :], mask=m_key[None, :], other=0)
-        y = tl.where(m_key[None, :], b_beta[None, :] * (value.to(tl.float32) - y), y)
-        for j in tl.static_range(W):
-            if IS_DIRECT:
-                later = to_later[j]
-            else:
-                # a wide window has no registers to keep them
-                later = tl.sum(tl.where(o_x[:, None] == j, weights, 0.0), 0)
-            d = tl.sum(tl.where(o_x[None, :] == j, y, 0.0), 1)
-            y += d[:, None] * later[None, :]
-        p_out = out + ((i_row * W + node) * (HV * V) + i_head * V)[None, :] + o_v[:, None]
-        tl.store(p_out, y.to(out.dtype.element_ty), mask=m_query[None, :])
-        p_written = d_ring + ((written * HV + i_head) * V)[None, :] + o_v[:, None]
-        tl.store(p_written, y, mask=m_key[None, :])
-    if i_run == 0:
-        for j in tl.static_range(W):
-            _store_inputs(
-                p_key + j * k_token_stride, p_g + j * g_token_stride,
-                tl.load(ring_write + i_row * W + j), k_ring, g_ring, i_head, i_key_head,
-                H, HV, K, IS_PER_CHANNEL,
-            )  # fmt: skip
+    # columns are solved for on the identity: y gains node j's d times its pair's weight
+    sign = tl.where(m_query, 1.0, 0.0)
+    mixed = tl.where(o_x[:, None] == o_x[None, :], 1.0, 0.0)
+    if HAS_DELTA:
+        p_beta = beta + i_row * beta_stride + i_head + node * beta_token_stride
+        sign -= tl.load(p_beta, mask=is_key, other=0).to(tl.float32)
+        pairs *= x_scale[:, None]
+    pairs *= (sign * x_scale)[None, :]
+    if HAS_DELTA:
+        for j in tl.range(0, W, num_stages=1):
+            d = tl.sum(tl.where(o_x[None, :] == j, mixed, 0.0), 1)
+            weight = tl.sum(tl.where(o_x[:, None] == j, pairs, 0.0), 0)
+            mixed += d[:, None] * weight[None, :]
+        mixed *= sign[:, None]
+
+    record = records + (i_row * HV + i_head) * SIZE
+    m_x = o_x < COLUMNS
+    p_value = record + COLUMNS * (K + NP) + (o_x * W)[None, :] + o_x[:, None]
+    tl.store(p_value, -mixed if HAS_DELTA else pairs, mask=(o_x < W)[:, None] & m_x[None, :])
+
+    # the vectors as they are where the ring ends, and what the ring's entries weigh for them
+    column = x_scale
+    factor = tl.where(m_live, 1.0, 0.0)
+    if HAS_NORM:
+        squares = tl.sum(ring_keys * ring_keys, 1)
+        factor *= tl.rsqrt(tl.where(m_live, squares + eps, 1.0))
+    if IS_PER_CHANNEL:
+        x *= _decay(since)
+        ring_keys *= _decay(_sums(g_newer))
+    else:
+        column *= _decay(since)
+        factor *= _decay(_sums(g_newer))
+    ring = _dot(ring_keys, tl.trans(x), tl.zeros([NP, XP], tl.float32), SPLIT_X, SPLIT_X)
+    ring *= factor[:, None] * column[None, :]
+    state_decay = _decay(tl.sum(g_newer, 0) + g_oldest)
+    if IS_PER_CHANNEL:
+        x *= state_decay[None, :] * column[:, None]
+    else:
+        x *= (state_decay * column)[:, None]
+    if HAS_DELTA:
+        ring = _dot(ring, mixed, tl.zeros([NP, XP], tl.float32), SPLIT_A=True, SPLIT_B=True)
+        zeros = tl.zeros([XP, K], tl.float32)
+        x = _dot(tl.trans(mixed), x, zeros, SPLIT_A=True, SPLIT_B=True)
+    tl.store(record + (o_x * K)[:, None] + o_k[None, :], x, mask=m_x[:, None])
+    p_ring = record + COLUMNS * K + (o_x * NP)[None, :] + o_n[:, None]
+    tl.store(p_ring, ring, mask=m_x[None, :] & (o_n >= 0)[:, None])
+    if tl.load(fold_mask + i_row * N) != 0:
+        _fold_weights(
+            record + COLUMNS * (K + NP + W), k_ring, g_ring, entries, fold_mask + i_row * N,
+            i_head, i_key_head, eps, N, NP, H, HV, K, KB, IS_PER_CHANNEL, HAS_NORM,
+        )  # fmt: skip
 
 
 @triton.jit
-def _materialize_kernel(
-    checkpoint,
-    d_ring,
+def _fold_weights_kernel(
+    records,
     k_ring,
     g_ring,
     ring_read,
     mask,
-    read_rows,
-    out_rows,
     eps,
     N: tl.constexpr,
+    NP: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    KB: tl.constexpr,
+    SIZE: tl.constexpr,
+    IS_PER_CHANNEL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    IS_DEPENDED_ON: tl.constexpr,
+):
+    """Records that hold a fold alone."""
+    if IS_DEPENDED_ON:
+        tl.extra.cuda.gdc_launch_dependents()
+    i_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    _fold_weights(
+        records + (i_row * HV + i_head) * SIZE, k_ring, g_ring, ring_read + i_row * N,
+        mask + i_row * N, i_head, i_head // (HV // H), eps,
+        N, NP, H, HV, K, KB, IS_PER_CHANNEL, HAS_NORM,
+    )  # fmt: skip
+
+
+@triton.jit
+def _tiles(p_state, o_v, K: tl.constexpr, KB: tl.constexpr):
+    """Load state channels `o_v` [BV] as tiles [BV, KB]."""
+    tiles = ()
+    for c in tl.static_range(K // KB):
+        tile = tl.load(p_state + o_v[:, None] * K + (c * KB + tl.arange(0, KB))[None, :])
+        tiles = tiles + (tile,)
+    return tiles
+
+
+@triton.jit
+def _vector(p_x, K: tl.constexpr, KB: tl.constexpr):
+    """Load a vector [K] in parts [KB]."""
+    parts = ()
+    for c in tl.static_range(K // KB):
+        parts = parts + (tl.load(p_x + c * KB + tl.arange(0, KB)),)
+    return parts
+
+
+@triton.jit
+def _held(tiles):
+    """Return the tiles through an instruction of no effect that keeps its place.
+
+    Else the compiler reorders them for the matrix units as soon as they are loaded, one by one,
+    and each read waits for the one before.
+    """
+    held = ()
+    for c in tl.static_range(len(tiles)):
+        raw = tiles[c].to(tl.float32)
+        held = held + (
+            tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [raw], dtype=tl.float32, is_pure=False, pack=1
+            ),
+        )
+    return held
+
+
+@triton.jit
+def _store_fold(
+    p_state,  # pointer to the head's state
+    p_out,  # pointer to where it goes
+    fold,
+    d_ring,
+    k_ring,
+    entries,
+    mask,
+    i_head,
+    i_key_head,
+    o_v,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KB: tl.constexpr,
+    IS_PER_CHANNEL: tl.constexpr,
+):
+    """Store S exp(G) + sum d_j (k_j exp(G - G_j))^T.
+
+    The state is read again, out of the L2 cache as a rule: kept for the few rows that fold, it
+    would take the registers of all. Products are of 23 bits and summed apart from the state,
+    which meets one fp32 factor and one fp32 sum per fold.
+    """
+    o_n, o_k = tl.arange(0, NP), tl.arange(0, KB)
+    BV: tl.constexpr = o_v.shape[0]
+    m_n = tl.load(mask + o_n, mask=o_n < N, other=0) != 0
+    entry = tl.load(entries + o_n, mask=m_n, other=0)
+    p_d = d_ring + ((entry * HV + i_head) * V)[None, :] + o_v[:, None]
+    d = tl.load(p_d, mask=m_n[None, :], other=0)
+    if not IS_PER_CHANNEL:
+        factor = tl.load(fold + o_n, mask=m_n, other=0)
+        decay = tl.load(fold + NP)
+    for c in tl.static_range(K // KB):
+        o_c = c * KB + o_k
+        if IS_PER_CHANNEL:
+            decay = tl.load(fold + o_c)[None, :]
+            p_keys = fold + K + (o_n * K)[:, None] + o_c[None, :]
+            keys = tl.load(p_keys, mask=m_n[:, None], other=0)
+        else:
+            p_keys = k_ring + ((entry * H + i_key_head) * K)[:, None] + o_c[None, :]
+            keys = tl.load(p_keys, mask=m_n[:, None], other=0).to(tl.float32) * factor[:, None]
+        o_state = o_v[:, None] * K + o_c[None, :]
+        state = tl.load(p_state + o_state).to(tl.float32) * decay
+        zeros = tl.zeros([BV, KB], tl.float32)
+        state += _dot(d, keys, zeros, SPLIT_A=True, SPLIT_B=True)
+        tl.store(p_out + o_state, state.to(p_out.dtype.element_ty))
+
+
+@triton.jit
+def _store_few(
+    tiles,
+    p_out,  # pointer to the head's state
+    fold,
+    d_ring,
+    k_ring,
+    entries,
+    mask,
+    i_head,
+    i_key_head,
+    o_v,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KB: tl.constexpr,
+    IS_PER_CHANNEL: tl.constexpr,
+):
+    """Store the same from the tiles at hand, for so few entries that they are added one by one."""
+    o_k = tl.arange(0, KB)
+    d = ()
+    p_keys = ()
+    factors = ()
+    for j in tl.static_range(N):
+        is_folded = tl.load(mask + j) != 0
+        entry = tl.load(entries + j)
+        p_d = d_ring + (entry * HV + i_head) * V + o_v
+        d = d + (tl.load(p_d, mask=is_folded & (o_v >= 0), other=0),)
+        if IS_PER_CHANNEL:
+            p_keys = p_keys + (fold + (1 + j) * K + o_k,)
+            factors = factors + (1.0,)
+        else:
+            p_keys = p_keys + (k_ring + (entry * H + i_key_head) * K + o_k,)
+            factors = factors + (tl.load(fold + j, mask=is_folded, other=0),)
+    for c in tl.static_range(K // KB):
+        decay = tl.load(fold + c * KB + o_k)[None, :] if IS_PER_CHANNEL else tl.load(fold + NP)
+        added = tl.zeros([o_v.shape[0], KB], tl.float32)
+        for j in tl.static_range(N):
+            m_j = (tl.load(mask + j) != 0) & (o_k >= 0)
+            key = tl.load(p_keys[j] + c * KB, mask=m_j, other=0).to(tl.float32) * factors[j]
+            added += d[j][:, None] * key[None, :]
+        state = tiles[c].to(tl.float32) * decay + added
+        o_state = o_v[:, None] * K + (c * KB + o_k)[None, :]
+        tl.store(p_out + o_state, state.to(p_out.dtype.element_ty))
+
+
+@triton.jit
+def _fold_stream_kernel(
+    records,
+    checkpoint,
+    d_ring,
+    k_ring,
+    ring_read,
+    mask,
+    read_rows,
+    out_rows,
+    N: tl.constexpr,
+    NP: tl.constexpr,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
+    KB: tl.constexpr,
+    SIZE: tl.constexpr,
     IS_PER_CHANNEL: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Fold the masked prefix of the ring into another row, or the same."""
     i_head, i_row = tl.program_id(0) // (V // BV), tl.program_id(1).to(tl.int64)
-    o_n = tl.arange(0, triton.next_power_of_2(N))
-    is_wanted = tl.load(mask + i_row * N + o_n, mask=o_n < N, other=0)
-    _fold(
-        checkpoint, d_ring, k_ring, g_ring, ring_read + i_row * N,
-        tl.sum(is_wanted.to(tl.int32)), tl.load(read_rows + i_row), tl.load(out_rows + i_row),
-        i_head, i_head // (HV // H), tl.program_id(0) % (V // BV), eps,
-        N, H, HV, K, V, BV, 1, IS_PER_CHANNEL, HAS_NORM,
+    o_v = tl.program_id(0) % (V // BV) * BV + tl.arange(0, BV)
+    read_row, out_row = tl.load(read_rows + i_row), tl.load(out_rows + i_row)
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+    p_state = checkpoint + (read_row * HV + i_head) * (V * K)
+    p_out = checkpoint + (out_row * HV + i_head) * (V * K)
+    _store_fold(
+        p_state, p_out, records + (i_row * HV + i_head) * SIZE, d_ring, k_ring,
+        ring_read + i_row * N, mask + i_row * N, i_head, i_head // (HV // H), o_v,
+        N, NP, H, HV, K, V, KB, IS_PER_CHANNEL,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["zero_entry"])
+def _stream_kernel(
+    records,
+    v,
+    out,
+    checkpoint,
+    d_ring,
+    k_ring,
+    ring_read,
+    ring_write,
+    fold_mask,
+    read_rows,
+    fold_rows,
+    v_stride,
+    v_token_stride,
+    zero_entry,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    W: tl.constexpr,
+    XP: tl.constexpr,  # power of two of at least the columns and 8
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    KB: tl.constexpr,  # key channels of a tile, of 128 bytes
+    SIZE: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    IS_PER_CHANNEL: tl.constexpr,
+    HAS_DOTS: tl.constexpr,  # matrix units, NP at least 16; else plain fp32 sums
+    SPLIT_STATE: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    """Every column of BV value channels, out of one pass over their state; and the fold."""
+    i_head, i_row = tl.program_id(0) // (V // BV), tl.program_id(1).to(tl.int64)
+    o_v = tl.program_id(0) % (V // BV) * BV + tl.arange(0, BV)
+    o_n, o_k, o_x = tl.arange(0, NP), tl.arange(0, KB), tl.arange(0, XP)
+    COLUMNS: tl.constexpr = 2 * W if HAS_DELTA else W
+    entries = ring_read + i_row * N
+    row = tl.load(read_rows + i_row)
+    entry = tl.load(entries + o_n, mask=o_n < N, other=zero_entry)
+    is_folding = tl.load(fold_mask + i_row * N) != 0
+    p_state = checkpoint + (row * HV + i_head) * (V * K)
+    tiles = _tiles(p_state, o_v, K, KB)
+    if HAS_DOTS:
+        p_d = d_ring + ((entry * HV + i_head) * V)[None, :] + o_v[:, None]
+        ring_d = tl.load(p_d, mask=(entry != zero_entry)[None, :], other=0)
+    else:
+        p_d = d_ring + ((entry * HV + i_head) * V)[:, None] + o_v[None, :]
+        ring_d = tl.load(p_d, mask=(entry != zero_entry)[:, None], other=0)
+    values = ()
+    p_value = v + i_row * v_stride + i_head * V + o_v
+    for j in tl.static_range(W):
+        values = values + (tl.load(p_value + j * v_token_stride),)
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        if HAS_DOTS:
+            tiles = _held(tiles)
+
+    record = records + (i_row * HV + i_head) * SIZE
+    p_ring, p_u = record + COLUMNS * K, record + COLUMNS * (K + NP)
+    p_out = out + i_row * (W * HV * V) + i_head * V
+    p_written = d_ring + i_head * V
+    if HAS_DOTS:
+        m_x = o_x < COLUMNS
+        p_x = record + (o_x * K)[:, None] + o_k[None, :]
+        p_ring += (o_x * NP)[None, :] + o_n[:, None]
+        ring = tl.load(p_ring, mask=m_x[None, :], other=0)
+        y = tl.zeros([BV, XP], tl.float32)
+        for c in tl.static_range(K // KB):
+            x = tl.trans(tl.load(p_x + c * KB, mask=m_x[:, None], other=0))
+            y = _dot(tiles[c].to(tl.float32), x, y, SPLIT_STATE, SPLIT_B=True)
+        y = _dot(ring_d, ring, y, SPLIT_A=True, SPLIT_B=True)
+        for j in tl.static_range(W):
+            u = tl.load(p_u + o_x * W + j, mask=m_x, other=0)
+            y += values[j].to(tl.float32)[:, None] * u[None, :]
+        is_d = o_x < COLUMNS - W
+        node = tl.where(is_d, o_x, o_x - (COLUMNS - W))
+        p_column = p_out + (node * (HV * V))[None, :] + o_v[:, None]
+        tl.store(p_column, y.to(out.dtype.element_ty), mask=(m_x & (is_d == 0))[None, :])
+        if HAS_DELTA:
+            written = tl.load(ring_write + i_row * W + node, mask=is_d, other=0)
+            p_column = p_written + (written * (HV * V))[None, :] + o_v[:, None]
+            tl.store(p_column, y, mask=is_d[None, :])
+    else:
+        # the next column's weights are on their way while one is summed
+        x = _vector(record, K, KB)
+        ring = tl.load(p_ring + o_n)
+        for i in tl.static_range(COLUMNS):
+            if i + 1 < COLUMNS:
+                next_x = _vector(record + (i + 1) * K, K, KB)
+                next_ring = tl.load(p_ring + (i + 1) * NP + o_n)
+            y = tl.zeros([BV, KB], tl.float32)
+            for c in tl.static_range(K // KB):
+                y += tiles[c].to(tl.float32) * x[c][None, :]
+            y = tl.sum(y, 1) + tl.sum(ring_d * ring[:, None], 0)
+            for j in tl.static_range(W):
+                y += values[j].to(tl.float32) * tl.load(p_u + i * W + j)
+            if i < COLUMNS - W:
+                tl.store(p_written + tl.load(ring_write + i_row * W + i) * (HV * V) + o_v, y)
+            else:
+                p_node = p_out + (i - (COLUMNS - W)) * (HV * V) + o_v
+                tl.store(p_node, y.to(out.dtype.element_ty))
+            if i + 1 < COLUMNS:
+                x, ring = next_x, next_ring
+    if not HAS_DELTA:
+        for j in tl.static_range(W):
+            written = tl.load(ring_write + i_row * W + j)
+            tl.store(p_written + written * (HV * V) + o_v, values[j].to(tl.float32))
+    if is_folding:
+        p_fold = checkpoint + (tl.load(fold_rows + i_row) * HV + i_head) * (V * K)
+        fold = record + COLUMNS * (K + NP + W)
+        if NP < 16:
+            _store_few(
+                tiles, p_fold, fold, d_ring, k_ring, entries, fold_mask + i_row * N,
+                i_head, i_head // (HV // H), o_v, N, NP, H, HV, K, V, KB, IS_PER_CHANNEL,
+            )  # fmt: skip
+        else:
+            _store_fold(
+                p_state, p_fold, fold, d_ring, k_ring, entries, fold_mask + i_row * N,
+                i_head, i_head // (HV // H), o_v, N, NP, H, HV, K, V, KB, IS_PER_CHANNEL,
+            )  # fmt: skip

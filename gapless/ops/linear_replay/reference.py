@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gapless.core.architecture import Recurrence
+from gapless.ops.draft_tree import unpack
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,7 +111,7 @@ def replay_window(
     recurrence: Recurrence,
     l2norm_eps: float | None,
     scale: float,
-    ancestors: Tensor | None = None,  # [B, W, W] bool, i itself included; None is a chain
+    ancestors: Tensor | None = None,  # [B, W] int64 bits, i itself included; None is a chain
 ) -> Tensor:  # [B, W, HV, V] in q's dtype
     """Return the outputs of a window of each row, fold, and put the window into the ring.
 
@@ -131,7 +132,10 @@ def replay_window(
     )
     x = vectors[:, :, num_ring + (width if beta is None else 0) :].unflatten(2, (-1, width))
     window = _Window(
-        x, vectors[:, :, : num_ring + width], log_decay.to(acc).transpose(1, 2), ancestors
+        x,
+        vectors[:, :, : num_ring + width],
+        log_decay.to(acc).transpose(1, 2),
+        None if ancestors is None else unpack(ancestors, width),
     )
     is_per_channel = recurrence is Recurrence.KIMI_DELTA
     scores = _channel_scores(past, window) if is_per_channel else _head_scores(past, window)

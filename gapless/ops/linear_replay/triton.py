@@ -1,22 +1,25 @@
-"""Triton path of the replay window: GDN and KDA, chains of 1 to 16 tokens, fp32 state or bf16.
+"""Triton path of the replay window: chains and trees of 1 to 16 tokens, fp32 state or bf16.
 
-Same functions and meaning as `reference.py`, and three more rules of the indices, which step
-metadata keeps: the ring entry of zeros is the rings' last one, so that it is recognised and not
-read; what a fold leaves in the ring is at most N - W entries, as with W = W_max it is L - 1; and
-where W_max exceeds L, every window has W_max tokens, so that a shorter one folds at most L entries.
+Same functions and meaning as `reference.py`. The ring entry of zeros is the rings' last one, so
+that it is recognised and not read.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
 from gapless.core.architecture import Recurrence
 from gapless.ops.linear_replay.kernels import (
-    _materialize_kernel,
-    _replay_decode_kernel,
-    _replay_window_kernel,
+    _fold_stream_kernel,
+    _fold_weights_kernel,
+    _stream_kernel,
+    _token_weights_kernel,
+    _window_weights_kernel,
 )
 from gapless.ops.linear_replay.tuning import MATERIALIZE, Launch, kernel_of, launch_of
 
@@ -26,7 +29,11 @@ if TYPE_CHECKING:
     from gapless.ops.linear_replay.reference import ReplayIndices, ReplayMemory
 
 MAX_WIDTH = 16
-MAX_LIVE = 64
+MAX_REPLAYED = 128
+# a fold of more takes matrix units
+FEW_ENTRIES = 4
+# value heads of a program that weighs one token
+MOST_HEADS = 4
 _DIMS = (64, 128, 256)
 _ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
 _STATES = (torch.float32, torch.bfloat16)
@@ -51,17 +58,15 @@ def unsupported_window(
     num_replayed: int,
     memory: ReplayMemory,
     recurrence: Recurrence,
-    ancestors: Tensor | None,
+    l2norm_eps: float | None,
 ) -> str | None:
     """Return why the kernels cannot serve this window, None if they can."""
-    if recurrence is Recurrence.MAMBA2:
-        return "Mamba-2"
-    if ancestors is not None:
-        return "draft trees"
+    if recurrence is Recurrence.MAMBA2 and l2norm_eps is not None:
+        return "Mamba-2 with normalised keys"
     if width > MAX_WIDTH:
         return f"a window of {width} tokens, want at most {MAX_WIDTH}"
-    if num_replayed - width > MAX_LIVE:
-        return f"{num_replayed - width} ring entries left after a fold, want at most {MAX_LIVE}"
+    if num_replayed > MAX_REPLAYED:
+        return f"{num_replayed} ring entries, want at most {MAX_REPLAYED}"
     return unsupported_memory(memory)
 
 
@@ -69,7 +74,7 @@ def replay_window(
     q: Tensor,  # [B, W, H, K]
     k: Tensor,  # [B, W, H, K]
     v: Tensor,  # [B, W, HV, V]
-    beta: Tensor,  # [B, W, HV]
+    beta: Tensor | None,  # [B, W, HV]; None for Mamba-2
     log_decay: Tensor,  # [B, W, HV, Kd]
     memory: ReplayMemory,
     indices: ReplayIndices,
@@ -77,66 +82,70 @@ def replay_window(
     recurrence: Recurrence,
     l2norm_eps: float | None,
     scale: float,
+    ancestors: Tensor | None = None,  # [B, W] int64 bits
     launch: Launch | None = None,
-    is_exact: bool = True,
 ) -> Tensor:  # [B, W, HV, V] in q's dtype
-    """Run one window as `reference.replay_window` does; one launch, no sync.
+    """Run one window as `reference.replay_window` does; two launches, no sync.
 
     Arguments may be views whose last two axes are contiguous; others are copied. `launch` defaults
-    to the tuned one. The read-outs of one token are fp32 products; folds run on matrix units with
-    23 bits, and the read-outs of a wider window with 21, or with 11 (TF32) if not `is_exact`.
+    to the tuned one. Sums of one token are fp32; those of a wider window have 23 bits on matrix
+    units, or are fp32 too where the launch says so.
     """
     rows, width, key_heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
     num_replayed = indices.ring_read.shape[1]
-    is_per_channel = recurrence is Recurrence.KIMI_DELTA
-    reason = unsupported_window(width, num_replayed, memory, recurrence, None)
+    reason = unsupported_window(width, num_replayed, memory, recurrence, l2norm_eps)
     assert reason is None, reason
     _assert_contiguous(memory)
-    kernel = kernel_of(width, num_replayed)
     state = memory.checkpoint
+    is_per_channel = recurrence is Recurrence.KIMI_DELTA
     launch = launch or launch_of(
-        kernel, rows=rows, is_per_channel=is_per_channel, state_bytes=state.element_size()
-    )
-    launch = launch.clipped(value_dim)
-    q, k, v, log_decay = (_inner_contiguous(x, 2) for x in (q, k, v, log_decay))
-    beta = _inner_contiguous(beta, 1)
-    inputs = (q, k, v, beta, log_decay)
-    out = torch.empty((rows, width, value_heads, value_dim), dtype=q.dtype, device=q.device)
-    tensors = (
-        *inputs, out, state, memory.d_ring, memory.k_ring, memory.g_ring,
-        indices.ring_read.contiguous(), indices.ring_write.contiguous(),
-        indices.fold_mask.contiguous().view(torch.uint8), indices.read_rows, indices.fold_rows,
+        kernel_of(width, num_replayed),
+        rows=rows, is_per_channel=is_per_channel, state_bytes=state.element_size(),
     )  # fmt: skip
-    numbers = (memory.d_ring.shape[0] - 1, scale, 0.0 if l2norm_eps is None else l2norm_eps)
-    settings = {
-        "N": num_replayed, "H": key_heads, "HV": value_heads, "K": key_dim, "V": value_dim,
-        "BV": launch.block_v, "BLOCKS": launch.run_v // launch.block_v,
-        "STAGES": launch.num_stages, "IS_PER_CHANNEL": is_per_channel,
-        "HAS_NORM": l2norm_eps is not None, "num_warps": launch.num_warps, "num_stages": 1,
-        "maxnreg": launch.max_registers,
+    q, k, v, log_decay = (_inner_contiguous(x, 2) for x in (q, k, v, log_decay))
+    beta = beta if beta is None else _inner_contiguous(beta, 1)
+    columns = width if beta is None else 2 * width
+    least_entries = 16 if width > 1 or num_replayed > FEW_ENTRIES else 1
+    shape = _Shape(num_replayed, least_entries, columns, width, memory)
+    records = torch.empty((rows, value_heads, shape.size), dtype=torch.float32, device=q.device)
+    ring_read, ring_write = indices.ring_read.contiguous(), indices.ring_write.contiguous()
+    fold_mask = indices.fold_mask.contiguous().view(torch.uint8)
+    zero_entry = memory.d_ring.shape[0] - 1
+    has_overlap = _has_overlap(q.device)
+    weighed = (records, memory.k_ring, memory.g_ring, ring_read, ring_write, fold_mask)
+    numbers = (zero_entry, scale, 0.0 if l2norm_eps is None else l2norm_eps)
+    settings = shape.settings() | {
+        "HAS_DELTA": beta is not None, "HAS_NORM": l2norm_eps is not None,
+        "IS_DEPENDED_ON": has_overlap, "num_warps": launch.weights_warps,
     }  # fmt: skip
-    grid = (value_heads * (value_dim // launch.run_v), rows)
+    gates = (q if beta is None else beta, log_decay)
     if width == 1:
-        strides = [x.stride(0) for x in inputs]
-        run = 128 // state.element_size()
-        _replay_decode_kernel[grid](*tensors, *strides, *numbers, **settings, KB=run)
-        return out
-    strides = [stride for x in inputs for stride in x.stride()[:2]]
-    _replay_window_kernel[grid](
-        *tensors,
-        *strides,
-        *numbers,
-        **settings,
-        W=width,
-        HALF=max(4, 1 << (width - 1).bit_length()),
-        # in one warp four threads read a row of a tile, four times 16 bytes each
-        KB=64 // state.element_size() if launch.num_warps == 1 else 32,
-        IS_DIRECT=launch.num_warps == 1,
-        SPLIT_X=is_exact and (is_per_channel or q.dtype is torch.float32),
-        SPLIT_STATE=is_exact and state.dtype is torch.float32,
-        SPLIT_D=is_exact,
-    )
+        heads = 1 if is_per_channel else math.gcd(value_heads // key_heads, MOST_HEADS)
+        _token_weights_kernel[value_heads // heads, rows](
+            q, k, *gates, *weighed, *(x.stride(0) for x in (q, k, *gates)), *numbers,
+            **settings, KB=min(32, key_dim), HEADS=heads,
+        )  # fmt: skip
+    else:
+        tree = ring_read if ancestors is None else ancestors.contiguous()
+        strides = [stride for x in (q, k, *gates) for stride in x.stride()[:2]]
+        _window_weights_kernel[value_heads, rows](
+            q, k, *gates, tree, *weighed, *strides, *numbers,
+            **settings, KB=32, W=width, XP=max(16, 1 << (columns - 1).bit_length()),
+            HAS_TREE=ancestors is not None,
+            SPLIT_X=is_per_channel or q.dtype is torch.float32,
+        )  # fmt: skip
+    out = torch.empty((rows, width, value_heads, value_dim), dtype=q.dtype, device=q.device)
+    block_v = min(launch.block_v, value_dim)
+    _stream_kernel[value_heads * (value_dim // block_v), rows](
+        records, v, out, state, memory.d_ring, memory.k_ring, ring_read, ring_write, fold_mask,
+        indices.read_rows, indices.fold_rows, v.stride(0), v.stride(1), zero_entry,
+        **shape.settings() | shape.tile(block_v),
+        W=width, XP=max(8, 1 << (columns - 1).bit_length()), HAS_DELTA=beta is not None,
+        HAS_DOTS=launch.has_dots, SPLIT_STATE=state.dtype is torch.float32,
+        IS_DEPENDENT=has_overlap, launch_pdl=has_overlap,
+        num_warps=launch.num_warps, maxnreg=launch.max_registers,
+    )  # fmt: skip
     return out
 
 
@@ -148,38 +157,79 @@ def materialize(
     read_rows: Tensor,  # [B]
     out_rows: Tensor,  # [B]
     l2norm_eps: float | None,
-    launch: Launch = MATERIALIZE,
 ) -> None:
     """Write the state after the masked prefix into `out_rows`, as `reference.materialize` does.
 
-    One launch for all rows. Entries outside the mask are not read. No row's `out_row` is another
+    Two launches for all rows. Entries outside the mask are not read. No row's `out_row` is another
     row's `read_row`.
     """
-    _, value_heads, value_dim, key_dim = memory.checkpoint.shape
     reason = unsupported_memory(memory)
     assert reason is None, reason
     _assert_contiguous(memory)
-    _materialize_kernel[value_heads * (value_dim // launch.block_v), len(ring_read)](
-        memory.checkpoint,
-        memory.d_ring,
-        memory.k_ring,
-        memory.g_ring,
-        ring_read.contiguous(),
-        mask.contiguous().view(torch.uint8),
-        read_rows,
-        out_rows,
+    shape = _Shape(ring_read.shape[1], 16, 0, 0, memory)
+    value_heads, value_dim = memory.checkpoint.shape[1:3]
+    rows, device = len(ring_read), ring_read.device
+    records = torch.empty((rows, value_heads, shape.size), dtype=torch.float32, device=device)
+    ring_read, mask = ring_read.contiguous(), mask.contiguous().view(torch.uint8)
+    has_overlap = _has_overlap(device)
+    _fold_weights_kernel[value_heads, rows](
+        records, memory.k_ring, memory.g_ring, ring_read, mask,
         0.0 if l2norm_eps is None else l2norm_eps,
-        N=ring_read.shape[1],
-        H=memory.k_ring.shape[1],
-        HV=value_heads,
-        K=key_dim,
-        V=value_dim,
-        BV=launch.block_v,
-        IS_PER_CHANNEL=memory.g_ring.shape[2] > 1,
-        HAS_NORM=l2norm_eps is not None,
-        num_warps=launch.num_warps,
-        num_stages=1,
-    )
+        **shape.settings(), KB=32, HAS_NORM=l2norm_eps is not None, IS_DEPENDED_ON=has_overlap,
+        num_warps=MATERIALIZE.weights_warps,
+    )  # fmt: skip
+    block_v = min(MATERIALIZE.block_v, value_dim)
+    _fold_stream_kernel[value_heads * (value_dim // block_v), rows](
+        records, memory.checkpoint, memory.d_ring, memory.k_ring, ring_read, mask,
+        read_rows, out_rows, **shape.settings() | shape.tile(block_v),
+        IS_DEPENDENT=has_overlap, launch_pdl=has_overlap, num_warps=MATERIALIZE.num_warps,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What both kernels of a step must agree on."""
+
+    num_replayed: int  # N
+    least_entries: int  # of a tile
+    columns: int
+    width: int  # W
+    memory: ReplayMemory
+
+    @property
+    def entries(self) -> int:
+        """NP."""
+        return max(self.least_entries, 1 << (self.num_replayed - 1).bit_length())
+
+    @property
+    def size(self) -> int:
+        """Floats of a record, in units of 16 bytes."""
+        key_dim, decay_dim = self.memory.checkpoint.shape[3], self.memory.g_ring.shape[2]
+        fold = key_dim * (1 + self.num_replayed) if decay_dim > 1 else self.entries + 1
+        return -(-(self.columns * (key_dim + self.entries + self.width) + fold) // 4) * 4
+
+    def settings(self) -> dict[str, object]:
+        """Return the constants of all kernels."""
+        return {
+            "N": self.num_replayed,
+            "NP": self.entries,
+            "H": self.memory.k_ring.shape[1],
+            "HV": self.memory.checkpoint.shape[1],
+            "K": self.memory.checkpoint.shape[3],
+            "SIZE": self.size,
+            "IS_PER_CHANNEL": self.memory.g_ring.shape[2] > 1,
+        }
+
+    def tile(self, block_v: int) -> dict[str, object]:
+        """Return the constants of the kernels that read the state, tiles being 128 bytes wide."""
+        state = self.memory.checkpoint
+        return {"V": state.shape[2], "BV": block_v, "KB": 128 // state.element_size()}
+
+
+@cache
+def _has_overlap(device: torch.device) -> bool:
+    """Return whether a kernel can be launched before the one that it waits for has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _inner_contiguous(x: Tensor, num_axes: int) -> Tensor:

@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 
 def rms_norm(
     x: Tensor,  # [..., D]
-    weight: Tensor,  # [D] acc dtype
+    weight: Tensor,  # [D] acc dtype, or [H, D] for x [T, H, D]
     eps: float,
 ) -> Tensor:  # [..., D] in x's dtype
     """Return x * rsqrt(mean(x^2) + eps) * weight. Contract: `reference.rms_norm`."""

@@ -23,13 +23,15 @@ def unsupported(x: Tensor, weight: Tensor) -> str | None:
     """Return why the kernels cannot serve these rows, None if they can."""
     if x.dtype not in _DTYPES or weight.dtype is not torch.float32:
         return f"rows of {x.dtype} with weights of {weight.dtype}"
+    if weight.ndim != 1:
+        return f"weights of {weight.ndim} axes, want 1"
     if x.shape[-1] > MAX_SIZE:
         return f"rows of {x.shape[-1]} entries, want at most {MAX_SIZE}"
     return None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `reference.rms_norm`. Rows [..., D] may be strided."""
+    """See `reference.rms_norm`. Rows [..., D] may be strided; one weight serves all of them."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch_plain(_rows(x), None, weight, eps, out, None)
     return out
@@ -53,6 +55,7 @@ def gated_rms_norm(
 ) -> Tensor:
     """See `reference.gated_rms_norm`. Rows [..., V] may be strided."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    assert weight.ndim == 1, f"weights of {weight.ndim} axes, want 1"
     rows, gates = _rows(x), _rows(gate)
     tile = _Tile.of(rows)
     if not tile.num_rows:
@@ -103,6 +106,7 @@ class _Tile:
 def _launch_plain(
     rows: Tensor, term: Tensor | None, weight: Tensor, eps: float, out: Tensor, total: Tensor | None
 ) -> None:
+    assert weight.ndim == 1, f"weights of {weight.ndim} axes, want 1"
     tile = _Tile.of(rows)
     if not tile.num_rows:
         return
