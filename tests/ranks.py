@@ -115,6 +115,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "nemotron_h": {"model_type": "nemotron_h", **COMMON, **ROUTED, **NEMOTRON},
     "lfm2": {"model_type": "lfm2", **COMMON, **SHORT_CONV},
     "lfm2_moe": {"model_type": "lfm2_moe", **COMMON, **EXPERTS, **SHORT_CONV},
+    # both ranks keep the one KV head, and the norm's mean counts it twice
+    "olmo_hybrid": {
+        "model_type": "olmo_hybrid", **COMMON, **HYBRID, "num_key_value_heads": 1,
+    },
+    "minimax": {
+        "model_type": "minimax", **COMMON, **FULL, "num_local_experts": 6,
+        "num_experts_per_tok": 2, "layer_types": HYBRID["layer_types"],
+        "linear_attn_alpha_factor": 2.5, "mlp_beta_factor": 1.5,
+    },
     "llama": {
         "model_type": "llama", **COMMON, **FULL, "attention_bias": True,
         "tie_word_embeddings": True,

@@ -2,13 +2,15 @@
 
     python -m benchmarks.gpu.engine --model 35b-a3b [--batches 1,8,32] [--steps 0,3] [--tp 1,2]
         [--output ...]
+    python -m benchmarks.gpu.engine --model 35b-a3b --prefill --batches 8 --steps 3 [--output ...]
 
 Weights are made up, prompts random, requests greedy and of fixed length; with drafts, acceptance is
 forced to 3.0 tokens per step, since made-up weights accept nothing. Tokens per second are those of
-decode, from the last request's first token on. The breakdown is of a few steps under torch's
-profiler, whose own cost the seam share leaves out: kernels' time over the time from the first to
-the last of them. With --tp it is rank 0's, and the share of communication is the time of its
-kernels that send and await, waiting included, over a step's time.
+decode, from the last request's first token on; `--prefill` is described in `prefill.py`. The
+breakdown is of a few steps under torch's profiler, whose own cost the seam share leaves out:
+kernels' time over the time from the first to the last of them. With --tp it is rank 0's, and the
+share of communication is the time of its kernels that send and await, waiting included, over a
+step's time.
 """
 
 from __future__ import annotations
@@ -23,14 +25,16 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from datetime import date
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.models import MODELS, write_checkpoint
+from benchmarks.gpu.prefill import measure_prefill
 from gapless import LLM, SamplingParams
+from gapless.bench import idle
 from gapless.bench.decode import time_requests
 from gapless.runner.syncs import count_calls
 
@@ -160,18 +164,10 @@ def idle_shares(kernels: list[tuple[str, float, float]]) -> dict[str, float]:
             steps.append([])
         elif steps and not name.startswith("Memcpy"):
             steps[-1].append((start, end))
-    steps = [step for step in steps if step]
-    if len(steps) < 2:
+    shares = idle.idle_shares([[step for step in steps if step]])
+    if shares is None:
         return {"seam_share": 0.0, "gap_share": 0.0}
-    between = within = 0.0
-    for step, following in pairwise(steps):
-        last = step[0][0]
-        for start, end in step:
-            within += max(0.0, start - last)
-            last = max(last, end)
-        between += max(0.0, following[0][0] - last)
-    whole = steps[-1][0][0] - steps[0][0][0]
-    return {"seam_share": between / whole, "gap_share": within / whole}
+    return {"seam_share": shares.seam, "gap_share": shares.gap}
 
 
 def kernel_class(name: str) -> str:
@@ -186,24 +182,10 @@ def _holds(name: str, patterns: tuple[str, ...]) -> bool:
     return any(pattern in name for pattern in patterns)
 
 
-def prefill(llm: LLM, vocab_size: int) -> list[dict[str, float]]:
-    """Time to first token of one prompt, by its length."""
-    found = []
-    for length in (512, 2048, 8192):
-        if length + 2 > llm.engine.config.max_model_len:
-            continue
-        times = []
-        for seed in range(4):
-            (ids,) = prompts(1, length, vocab_size, seed)
-            times.append(time_requests(llm, [ids], 2).first_token_seconds)
-        best = sorted(times[1:])[1]
-        found.append({"tokens": length, "ms": best * 1e3, "tokens_per_second": length / best})
-    return found
-
-
 def run(asked: argparse.Namespace) -> dict[str, Any]:
     """Measure one model in all that is asked for."""
-    figures, prefills, starts = [], [], []
+    figures, starts = [], []
+    prefill: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as root:
         path = write_checkpoint(asked.model, Path(root))
         for tp, ssm_dtype in product(map(int, asked.tp.split(",")), asked.ssm_dtypes.split(",")):
@@ -221,20 +203,18 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
                 starts.append({"tp": tp, "num_drafts": num_drafts, "seconds": ready})
                 print(f"{asked.model} tp={tp} k={num_drafts} {ssm_dtype}: ready in {ready:.1f} s")
                 vocab_size = MODELS[asked.model]["vocab_size"]
-                for batch in map(int, asked.batches.split(",")):
+                for batch in [] if asked.prefill else map(int, asked.batches.split(",")):
                     output_len = 768 if batch == 1 else 256
                     found = measure(llm, asked.model, batch, output_len, vocab_size)
                     figures.append(asdict(found))
                     print_figures(found)
-                if num_drafts == 0 or asked.steps == str(num_drafts):
-                    prefills += prefill(llm, vocab_size)
-                    for row in prefills:
-                        print("prefill", {k: round(v, 2) for k, v in row.items()}, flush=True)
+                if asked.prefill:
+                    prefill[f"k={num_drafts} {ssm_dtype}"] = measure_prefill(llm, vocab_size)
                 llm.close()
                 del llm
                 gc.collect()
                 torch.cuda.empty_cache()
-    return {"figures": figures, "prefill": prefills, "ready_seconds": starts}
+    return {"figures": figures, "prefill": prefill, "ready_seconds": starts}
 
 
 def print_figures(found: Figures) -> None:
@@ -259,6 +239,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tp", default="1", help="GPUs that the model is split over")
     parser.add_argument("--ssm-dtypes", default="float32")
     parser.add_argument("--max-model-len", type=int, default=8448)
+    parser.add_argument("--prefill", action="store_true", help="measure prefill, and nothing else")
     parser.add_argument("--output", type=Path)
     return parser
 

@@ -94,7 +94,11 @@ def check(kind: str, device: torch.device) -> dict[str, Any]:
         max_rows=MAX_ROWS, device=str(device), layers=[SPEC], dtype="bfloat16",
     )  # fmt: skip
     reference = ReferenceAttention(
-        page_size=PAGE_SIZE, max_len=PAGE_SIZE * COLUMNS, device=str(device)
+        page_size=PAGE_SIZE,
+        max_len=PAGE_SIZE * COLUMNS,
+        device=str(device),
+        layers=[SPEC],
+        dtype="float32",
     )
     table = torch.randperm(MAX_ROWS * COLUMNS, device=device).view(MAX_ROWS, COLUMNS)
     entries = torch.randn(MAX_ROWS * COLUMNS * PAGE_SIZE, 576, device=device, dtype=torch.bfloat16)

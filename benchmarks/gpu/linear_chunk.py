@@ -6,8 +6,9 @@ Checks compare with float64. Times are those of a CUDA graph of a few calls, the
 replays; one call works on far more than the L2 cache holds. The op's time includes reading initial
 states from their rows and writing final states to theirs, and its q, k and v are the views that the
 layer has; `contiguous_us` is the same without copying those. `fla_us` is fla-core's own entry point
-on contiguous inputs with states in place, never cut. Both run the same tuned kernels: those are
-tuned on one segment, before anything else is run.
+on contiguous inputs with states in place, never cut; `cut_over_fla` compares cut segments with it.
+Both run the same tuned kernels within chunks, tuned on one segment before anything else is run; the
+scan is this package's own, and `--tilings` times its candidates alone.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from benchmarks.gpu.harness import main, relative, time_us
 from gapless.core.architecture import Recurrence
 from gapless.ops.linear_chunk import (
     ChunkIndices,
+    RoundIndices,
     chunk_prefill,
-    fla,
+    kernels_lack,
+    piece_arrays,
+    piece_indices,
     plan_chunks,
-    plan_waves,
     reference,
-    wave_arrays,
-    wave_indices,
+    scan,
 )
 
 if TYPE_CHECKING:
@@ -130,11 +132,12 @@ class Problem:
         self.indices = self._indices(own_cuts, cut_rows)
 
     def _indices(self, cuts: list[list[int]], cut_rows: list[list[int]]) -> ChunkIndices:
-        plan, waves = plan_chunks(self.lengths, CHUNK, cuts), plan_waves(self.lengths, CHUNK, cuts)
-        arrays = wave_arrays(
-            waves, init_rows=self.init_rows, final_rows=self.final_rows, cut_rows=cut_rows
-        )
-        return ChunkIndices(
+        plan = plan_chunks(self.lengths, CHUNK, cuts)
+        arrays = piece_arrays(
+            self.lengths, CHUNK, init_rows=self.init_rows, final_rows=self.final_rows,
+            cuts=cuts, cut_rows=cut_rows,
+        )  # fmt: skip
+        rounds = RoundIndices(
             gather=self._sent(plan.gather),
             scatter=self._sent(plan.scatter),
             active=plan.active,
@@ -143,8 +146,9 @@ class Problem:
             num_cuts=plan.num_cuts,
             cut_places=self._sent([cut.place for cut in plan.cuts]),
             cut_rows=self._sent([cut_rows[plan.order[c.place]][c.number] for c in plan.cuts]),
-            waves=wave_indices({name: self._sent(a) for name, a in arrays.items()}, waves),
         )
+        pieces = piece_indices({name: self._sent(a) for name, a in arrays.items()})
+        return ChunkIndices(CHUNK, pieces, rounds)
 
     def _sent(self, values: np.ndarray | list[int]) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64).to(self.device)
@@ -163,8 +167,9 @@ class Problem:
     def wanted(self) -> tuple[Tensor, Tensor]:
         """Outputs and written states by the definition in float64."""
         checkpoint = self.checkpoint.double()
+        assert self.indices.rounds is not None
         out = reference.chunk_prefill(
-            *(x.double() for x in self.inputs), checkpoint, self.indices,
+            *(x.double() for x in self.inputs), checkpoint, self.indices.rounds,
             recurrence=self.shape.recurrence, l2norm_eps=EPS, scale=self.shape.key_dim**-0.5,
         )  # fmt: skip
         return out, checkpoint[self.written]
@@ -207,8 +212,7 @@ def tune(device: torch.device) -> None:
         RuntimeError: the kernels cannot serve these shapes here, so that nothing is measured.
     """
     for shape in SHAPES:
-        problem = Problem(shape, (CHUNK,), None, device)
-        reason = fla.unsupported(problem.inputs[0], CHUNK, shape.recurrence)
+        reason = kernels_lack(torch.bfloat16, shape.key_dim, CHUNK, shape.recurrence)
         if reason is not None:
             raise RuntimeError(f"{shape.name}: {reason}")
     with ProcessPoolExecutor(COMPILERS, mp_context=get_context("spawn")) as pool:
@@ -270,6 +274,7 @@ def measure(device: torch.device) -> list[dict[str, Any]]:
         contiguous = problem.contiguous()
         us = _time_us(lambda p=problem: p.run(p.inputs, p.checkpoint))
         contiguous_us = _time_us(lambda p=problem, x=contiguous: p.run(x, p.checkpoint))
+        cut_us = _time_us(lambda p=cut, x=contiguous: p.run(x, p.checkpoint))
         fla_us = _time_us(_fla_alone(problem))
         found.append(
             {
@@ -278,12 +283,37 @@ def measure(device: torch.device) -> list[dict[str, Any]]:
                 "contiguous_us": contiguous_us,
                 "fla_us": fla_us,
                 "over_fla": contiguous_us / fla_us,
-                "cut_us": _time_us(lambda p=cut: p.run(p.inputs, p.checkpoint)),
-                "waves": len(cut.indices.waves.waves),
+                "cut_us": cut_us,
+                "cut_over_fla": cut_us / fla_us,
                 "Mtok/s": sum(lengths) / us,
             }
         )
     return found
+
+
+def tilings(device: torch.device) -> list[dict[str, Any]]:
+    """Time the scan of states alone, by tiling: of one long segment, and of many."""
+    torch.manual_seed(0)
+    found = []
+    for shape, name in product(SHAPES, ("1x8192", "32x256")):
+        problem = Problem(shape, PACKINGS[name], None, device)
+        tokens, values = problem.inputs[0].shape[0], (shape.value_heads, shape.value_dim)
+        is_kda = shape.recurrence is Recurrence.KIMI_DELTA
+        heads = shape.value_heads if is_kda else shape.key_heads
+        sizes = ((heads, shape.key_dim), (shape.value_heads, shape.key_dim), values)
+        k, w, u = (0.05 * torch.randn(tokens, *size, device=device).bfloat16() for size in sizes)
+        g = -torch.rand(tokens, shape.value_heads, *[shape.key_dim] * is_kda, device=device)
+        for block_v, num_warps, num_stages in product((32, 64), (2, 4), (2, 3)):
+            tiling = scan.ScanTiling(block_v, num_warps, num_stages)
+            us = _time_us(
+                lambda t=tiling, p=problem, x=(k, w, u, g): scan.scan_chunks(
+                    *x, p.checkpoint, p.indices.pieces, chunk=CHUNK, tiling=t
+                )
+            )
+            found.append(
+                {"name": f"{shape.name} {name} {block_v}v {num_warps}w {num_stages}s", "us": us}
+            )
+    return sorted(found, key=lambda row: (row["name"].rsplit(" ", 3)[0], row["us"]))
 
 
 def _time_us(call: Callable[[], object]) -> float:
@@ -293,4 +323,4 @@ def _time_us(call: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__, {"check": check, "measure": measure}))
+    sys.exit(main(__doc__, {"check": check, "measure": measure, "tilings": tilings}))

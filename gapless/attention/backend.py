@@ -17,7 +17,7 @@ from gapless.core.architecture import LatentSpec
 from gapless.errors import BackendUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     import numpy as np
     from torch import Tensor
@@ -65,6 +65,8 @@ class AttentionBackend(Protocol):
 
     needs_cpu_seq_lens: bool
     """Whether planning a window reads lengths on the host, which cuts the step with a seam."""
+    captures_prefill: bool
+    """Whether a planned prefill chunk depends on its segments through its tiles alone."""
 
     def kv_lens(self, limit: int) -> tuple[int, ...]:
         """Bounds that are worth a graph of their own, ascending, `limit` the last."""
@@ -121,12 +123,29 @@ class AttentionBackend(Protocol):
         """
         ...
 
+    def prefill_tiles(
+        self,
+        segments: tuple[tuple[int, int, int, int], ...],
+        room: tuple[int, int] | None = None,
+    ) -> dict[int, np.ndarray]:
+        """Return what layers want to know of a prefill chunk on the device, by tokens per tile.
+
+        Args: room: most tokens and segments, which then decide the arrays' shapes.
+        """
+        ...
+
     def plan_prefill(
         self,
-        kv_read: Tensor,  # [S]: entries of each segment's positions 0 .. end, segments in a row
+        kv_read: Tensor,  # entries of the positions that the segments name
         segments: tuple[tuple[int, int, int, int], ...],
+        tiles: Mapping[int, Tensor] | None = None,
     ) -> PlannedAttention:
-        """Plan a prefill chunk; a segment is `(q_start, q_end, kv_start, kv_end)`."""
+        """Plan a prefill chunk; a segment is `(q_start, q_end, kv_start, kv_end)`.
+
+        Queries after the segments are padding, and get anything.
+
+        Args: tiles: the device's copies of `prefill_tiles`; without, a layer sends them up.
+        """
         ...
 
 
@@ -183,7 +202,7 @@ def make_backend(
     """Make the backend `name`, or with "auto" the fastest that serves this device and model.
 
     Args: page_size, max_len: of the page table. max_rows: most rows of a window. layers: all that
-    attend over pages, with the heads of a rank. has_tree: whether windows may be draft trees.
+    attend over pages, as one rank has them. has_tree: whether windows may be draft trees.
 
     Raises:
         BackendUnavailable: `name` is asked for and cannot serve this device or model.
@@ -192,7 +211,7 @@ def make_backend(
     is_host_planned = name == "flashinfer"
     module, _, attribute = BACKENDS["triton" if is_host_planned else name].partition(":")
     backend: AttentionBackend = vars(importlib.import_module(module))[attribute](
-        page_size=page_size, max_len=max_len, device=device
+        page_size=page_size, max_len=max_len, device=device, layers=layers, dtype=dtype
     )
     if not is_host_planned:
         return backend

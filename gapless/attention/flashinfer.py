@@ -24,7 +24,7 @@ from gapless.core.architecture import LatentSpec
 from gapless.ops.events import Event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
     from torch import Tensor
 
@@ -155,6 +155,7 @@ class FlashInferAttention:
         self._max_rows = max_rows
         self._device = torch.device(device)
         self._on_device = on_device
+        self.captures_prefill = on_device.captures_prefill
         self._make_wrapper = wrapper_class or _wrapper_class()
         self._float_workspace = self._empty(FLOAT_WORKSPACE_BYTES, torch.uint8)
         # blocks are read while a window of their name runs: rows of any number share one
@@ -223,11 +224,22 @@ class FlashInferAttention:
         """See `AttentionBackend`: there is nothing to fill, for trees are refused."""
         raise NotImplementedError("FlashInfer masks chains only: a tree needs another backend")
 
+    def prefill_tiles(
+        self,
+        segments: tuple[tuple[int, int, int, int], ...],
+        room: tuple[int, int] | None = None,
+    ) -> dict[int, np.ndarray]:
+        """See `AttentionBackend`: as the backend that plans all else."""
+        return self._on_device.prefill_tiles(segments, room)
+
     def plan_prefill(
-        self, kv_read: Tensor, segments: tuple[tuple[int, int, int, int], ...]
+        self,
+        kv_read: Tensor,
+        segments: tuple[tuple[int, int, int, int], ...],
+        tiles: Mapping[int, Tensor] | None = None,
     ) -> PlannedAttention:
         """See `AttentionBackend`: as the backend that plans all else."""
-        return self._on_device.plan_prefill(kv_read, segments)
+        return self._on_device.plan_prefill(kv_read, segments, tiles)
 
     def _first_plan(
         self,

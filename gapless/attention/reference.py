@@ -14,7 +14,11 @@ from gapless.ops.mla import prefill_latent_attention, window_latent_attention
 from gapless.ops.paged_attention import prefill_attention, window_attention
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
     import numpy as np
+
+    from gapless.core.architecture import PagedSpec
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,18 @@ class ReferenceAttention:
     """Gathers each row's pages and attends with a mask; needs nothing from the host."""
 
     needs_cpu_seq_lens = False
+    captures_prefill = False
 
-    def __init__(self, *, page_size: int, max_len: int, device: str) -> None:
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        max_len: int,
+        device: str,
+        layers: Collection[PagedSpec] = (),
+        dtype: str = "float32",
+    ) -> None:
+        del layers, dtype
         self._kv_positions = torch.arange(max_len, device=device)
         self._page_index = self._kv_positions // page_size
         self._offset = self._kv_positions % page_size
@@ -109,10 +123,23 @@ class ReferenceAttention:
     def update_verify_buffers_to_fill_after_draft(self, name: str) -> None:
         """See `AttentionBackend`: nothing, all is planned on the device."""
 
+    def prefill_tiles(
+        self,
+        segments: tuple[tuple[int, int, int, int], ...],
+        room: tuple[int, int] | None = None,
+    ) -> dict[int, np.ndarray]:
+        """See `AttentionBackend`: nothing."""
+        del segments, room
+        return {}
+
     def plan_prefill(
-        self, kv_read: Tensor, segments: tuple[tuple[int, int, int, int], ...]
+        self,
+        kv_read: Tensor,
+        segments: tuple[tuple[int, int, int, int], ...],
+        tiles: Mapping[int, Tensor] | None = None,
     ) -> _Prefill:
         """See `AttentionBackend`."""
+        del tiles
         return _Prefill(kv_read, segments)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from gapless.core.architecture import LatentSpec
 from gapless.ops.mla import triton as mla
 from gapless.ops.paged_attention.triton import (
     paged_prefill_attention,
@@ -16,10 +17,14 @@ from gapless.ops.paged_attention.triton import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
     import numpy as np
     from torch import Tensor
 
+    from gapless.core.architecture import PagedSpec
     from gapless.ops.draft_tree import TreeMask
+
 
 # up to here a step with fewer splits per row is worth a graph
 SHORT_KV_LEN = 2048
@@ -69,11 +74,11 @@ class _Window:
 class _Prefill:
     kv_read: Tensor  # [S]
     segments: tuple[tuple[int, int, int, int], ...]
-    _tiles: dict[int, Tensor] = field(default_factory=dict)  # by tokens per tile
+    _tiles: dict[int, Tensor]  # by tokens per tile
 
     def run(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
         group = q.shape[1] // kv.shape[2]
-        num_tokens = prefill_tiling(group, q.shape[2], q.dtype).block_m // group
+        num_tokens = _tokens_per_tile(group, q.shape[2], q.dtype)
         tiles = self._tiles_of(num_tokens, q.device)
         return paged_prefill_attention(q, kv, self.kv_read, tiles, scale)
 
@@ -85,7 +90,7 @@ class _Prefill:
         )
 
     def _tiles_of(self, num_tokens: int, device: torch.device) -> Tensor:
-        """The first layer of a shape sends the tiles up for all."""
+        """Tiles that did not come with the chunk are sent up by the first layer that wants them."""
         tiles = self._tiles.get(num_tokens)
         if tiles is None:
             tiles = _upload(prefill_tiles(self.segments, num_tokens), device)
@@ -97,10 +102,21 @@ class TritonAttention:
     """Walks page tables on the device; the reference's plan arguments, nothing gathered."""
 
     needs_cpu_seq_lens = False
+    captures_prefill = True
 
-    def __init__(self, *, page_size: int, max_len: int, device: str) -> None:
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        max_len: int,
+        device: str,
+        layers: Collection[PagedSpec] = (),
+        dtype: str = "float32",
+    ) -> None:
+        """Args: layers, dtype: of the layers whose tiles `prefill_tiles` lays out."""
         del max_len, device
         self._page_size = page_size
+        self._tile_sizes = sorted({_tile_size(layer, vars(torch)[dtype]) for layer in layers})
 
     def kv_lens(self, limit: int) -> tuple[int, ...]:
         """See `AttentionBackend`: rows read their own lengths, and the bound only limits splits."""
@@ -128,11 +144,37 @@ class TritonAttention:
     def update_verify_buffers_to_fill_after_draft(self, name: str) -> None:
         """See `AttentionBackend`: nothing, all is planned on the device."""
 
+    def prefill_tiles(
+        self,
+        segments: tuple[tuple[int, int, int, int], ...],
+        room: tuple[int, int] | None = None,
+    ) -> dict[int, np.ndarray]:
+        """See `AttentionBackend`."""
+        return {
+            size: prefill_tiles(segments, size, None if room is None else room[0] // size + room[1])
+            for size in self._tile_sizes
+        }
+
     def plan_prefill(
-        self, kv_read: Tensor, segments: tuple[tuple[int, int, int, int], ...]
+        self,
+        kv_read: Tensor,
+        segments: tuple[tuple[int, int, int, int], ...],
+        tiles: Mapping[int, Tensor] | None = None,
     ) -> _Prefill:
         """See `AttentionBackend`."""
-        return _Prefill(kv_read, segments)
+        return _Prefill(kv_read, segments, dict(tiles or {}))
+
+
+def _tile_size(layer: PagedSpec, dtype: torch.dtype) -> int:
+    """Tokens of a layer's tile."""
+    if isinstance(layer, LatentSpec):
+        return mla.tokens_per_tile(layer.num_heads, mla.prefill_tiling(dtype).block_m)
+    group = layer.num_heads // layer.num_kv_heads
+    return _tokens_per_tile(group, layer.head_dim, dtype)
+
+
+def _tokens_per_tile(group: int, head_dim: int, dtype: torch.dtype) -> int:
+    return prefill_tiling(group, head_dim, dtype).block_m // group
 
 
 def _upload(array: np.ndarray, device: torch.device) -> Tensor:

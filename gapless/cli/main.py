@@ -12,6 +12,7 @@ from gapless.cli.chat import Chat
 from gapless.cli.eval import Eval
 from gapless.cli.generate import Generate
 from gapless.cli.inspect import Inspect
+from gapless.cli.profile import Profile
 from gapless.cli.serve import Serve
 from gapless.errors import GaplessError
 
@@ -24,6 +25,7 @@ Command = (
     | Annotated[Chat, tyro.conf.subcommand("chat")]
     | Annotated[Eval, tyro.conf.subcommand("eval")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[Profile, tyro.conf.subcommand("profile")]
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
 )
 
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: the command line cannot be parsed (2), or help was asked for (0).
     """
     try:
-        command: Serve | Generate | Chat | Eval | Bench | Inspect = tyro.cli(
+        command: Serve | Generate | Chat | Eval | Bench | Profile | Inspect = tyro.cli(
             Command,
             prog="gapless",
             description="Serve hybrid linear-attention language models.",

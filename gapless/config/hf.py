@@ -209,6 +209,11 @@ class HfConfig:
         yarn = _yarn(plain, self.values.get("max_position_embeddings"))
         return replace(plain, rope_type="yarn", yarn=yarn)
 
+    @property
+    def has_rope(self) -> bool:
+        """Whether the config gives a base frequency: some models rotate nothing, and give none."""
+        return "rope_theta" in _rope_fields(self.path, self.values)
+
     def section(self, key: str) -> HfConfig | None:
         """Return the object at `key` as a config of its own; None where it is missing or null.
 

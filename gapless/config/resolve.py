@@ -37,6 +37,7 @@ DEFAULT_NODES = 8
 # drafts that the passes of a step may go on from together: a bit of an integer for each
 MOST_BEAM_NODES = 63
 DEFAULT_QUEUE = 8192
+PREFILL_BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,8 @@ class Config:
     simulated_acceptance: float | None
     buckets: tuple[int, ...]
     """Batch sizes that decode steps are padded to, ascending; the last is max_running_requests."""
+    prefill_buckets: tuple[int, ...]
+    """Tokens that prefill chunks are padded to, ascending; longer ones are not."""
 
 
 def resolve(
@@ -115,6 +118,9 @@ def resolve(
     division = divide(footprint, wanted)
     _report(options, wanted, division)
     num_host_pages, num_host_rows = _host_tier(options, footprint, division)
+    chunked_prefill_size = _choose(
+        "chunked_prefill_size", options.chunked_prefill_size, 8192 if on_gpu else 512
+    )
     return Config(
         device=device.kind,
         tp=options.tp,
@@ -122,9 +128,7 @@ def resolve(
         ssm_dtype=footprint.ssm_dtype,
         max_model_len=division.max_model_len,
         max_running_requests=division.max_running,
-        chunked_prefill_size=_choose(
-            "chunked_prefill_size", options.chunked_prefill_size, 8192 if on_gpu else 512
-        ),
+        chunked_prefill_size=chunked_prefill_size,
         page_size=footprint.page_size,
         num_pages=division.num_pages,
         num_state_rows=division.num_state_rows,
@@ -144,6 +148,7 @@ def resolve(
         switches=resolve_switches(options, device=device.kind, drafter=drafter),
         simulated_acceptance=options.speculative_simulate_acceptance,
         buckets=batch_buckets(division.max_running),
+        prefill_buckets=prefill_buckets(device.kind, chunked_prefill_size),
     )
 
 
@@ -362,6 +367,15 @@ def batch_buckets(max_running: int) -> tuple[int, ...]:
     """Batch sizes to pad decode steps to: 1, 2, 4, every 8 up to 64, then every 16."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max_running, 16)]
     return (*(size for size in sizes if size < max_running), max_running)
+
+
+def prefill_buckets(device: str, chunked_prefill_size: int) -> tuple[int, ...]:
+    """Tokens to pad prefill chunks to: on a GPU powers of two, as far as launches may take longer
+    than the work; on a CPU none, where padding is work and launches are nothing."""
+    if device == "cpu":
+        return ()
+    longest = min(chunked_prefill_size, PREFILL_BUCKETS[-1])
+    return (*(size for size in PREFILL_BUCKETS if size < longest), longest)
 
 
 def bucket_for(count: int, buckets: Sequence[int]) -> int:

@@ -109,6 +109,16 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
+class WideNormSpec(AttentionSpec):
+    """The same with one norm for the queries of all heads and one for the keys of all heads."""
+
+    @property
+    def num_acc_parameters(self) -> int:
+        """Those of its weights that are kept in the accumulation type: norms."""
+        return (self.num_heads + self.num_kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True)
 class LatentSpec:
     """Multi-head latent attention (MLA): pages hold one low-rank latent and one rotated key a
     token, from which every head has its keys and values; formulas in `ops/mla/reference.py`."""
@@ -221,6 +231,16 @@ class LinearSpec:
 
 
 @dataclass(frozen=True)
+class SeparateDeltaSpec(LinearSpec):
+    """Gated DeltaNet with a stored projection and convolution for each of q, k and v, and with a
+    norm whose epsilon is not the model's."""
+
+    beta_scale: float = field(kw_only=True)
+    """What beta is multiplied by; with 2, decays may be negative."""
+    norm_eps: float = field(kw_only=True)
+
+
+@dataclass(frozen=True)
 class KdaSpec(LinearSpec):
     """Kimi Delta Attention: as many key as value heads; two gates of low rank, one of which is the
     decay of every key channel."""
@@ -293,6 +313,59 @@ class SsmSpec(LinearSpec):
         norm."""
         norm = 0 if self.gate_order is GateOrder.GATE_ALONE else self.inner_size
         return 3 * self.num_value_heads + norm
+
+
+@dataclass(frozen=True)
+class LightningSpec(LinearSpec):
+    """Lightning attention: as many key as value heads, each with a fixed decay, no convolution,
+    and one norm for all heads."""
+
+    slope_scale: float = field(kw_only=True)
+    """What the decays of the layer are multiplied by."""
+    norm_eps: float = field(kw_only=True)
+
+    @classmethod
+    def of(
+        cls, num_heads: int, head_dim: int, *, slope_scale: float, norm_eps: float
+    ) -> LightningSpec:
+        """Describe a layer of `num_heads` heads."""
+        return cls(
+            recurrence=Recurrence.MAMBA2, num_key_heads=num_heads, num_value_heads=num_heads,
+            key_dim=head_dim, value_dim=head_dim, conv_width=1, slope_scale=slope_scale,
+            norm_eps=norm_eps,
+        )  # fmt: skip
+
+    @property
+    def kind(self) -> str:
+        """What people call the layer."""
+        return "lightning attention"
+
+    @property
+    def conv_channels(self) -> int:
+        """There is no convolution."""
+        return 0
+
+    @property
+    def inner_size(self) -> int:
+        """Channels of all heads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def log_decays(self) -> tuple[float, ...]:
+        """Each head's log decay of a token: slopes fall from 1/2^(8/H) to 1/2^8."""
+        num_heads = self.num_value_heads
+        return tuple(
+            -self.slope_scale * 2.0 ** (-8.0 * (head + 1) / num_heads) for head in range(num_heads)
+        )
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Weights of the mixer."""
+        return 5 * self.inner_size * hidden_size + self.num_acc_parameters
+
+    @property
+    def num_acc_parameters(self) -> int:
+        """Those of them that are kept in the accumulation type: the norm."""
+        return self.inner_size
 
 
 @dataclass(frozen=True)
@@ -494,6 +567,17 @@ class LayerSpec:
     @property
     def _parts(self) -> list[MixerSpec | BlockSpec]:
         return [part for part in (self.mixer, self.mlp) if part is not None]
+
+
+@dataclass(frozen=True)
+class NormedResidualSpec(LayerSpec):
+    """A layer whose norms are on the residual stream itself: `a norm(x) + mixer(norm(x))`, and
+    the same of the block."""
+
+    mixer_factor: float
+    """What a norm's output is multiplied by beside the mixer."""
+    mlp_factor: float
+    """The same beside the block."""
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 Every rank keeps `1 / world_size` of the attention heads, of the linear layers' key heads with
 their value heads, and of each feed-forward block's and each expert's intermediate features.
 Embedding, router, norms and latents with the projections to them are whole on each rank; of a
-Mamba-2 layer's norm, whose rows are the key heads' channels, each keeps its share. With
-fewer KV heads than ranks, neighbouring ranks keep the same KV head. The vocabulary head is split by
-rows, the last ranks' padded.
+Mamba-2 layer's norm, whose rows are the key heads' channels, and of norms over all heads, each
+keeps its share. With fewer KV heads than ranks, neighbouring ranks keep the same KV head. The
+vocabulary head is split by rows, the last ranks' padded.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from gapless.core.architecture import (
     KdaSpec,
     LatentSpec,
     LayerSpec,
+    LightningSpec,
     LinearSpec,
     MixerSpec,
     MlpSpec,
@@ -65,9 +66,10 @@ def linear_of_rank(spec: Linear, world_size: int) -> Linear:
 
 def layer_of_rank(spec: LayerSpec, world_size: int) -> LayerSpec:
     """Sizes of one rank's part of a layer."""
-    return LayerSpec(
-        None if spec.mixer is None else _mixer_of_rank(spec.mixer, world_size),
-        None if spec.mlp is None else _block_of_rank(spec.mlp, world_size),
+    return replace(
+        spec,
+        mixer=None if spec.mixer is None else _mixer_of_rank(spec.mixer, world_size),
+        mlp=None if spec.mlp is None else _block_of_rank(spec.mlp, world_size),
     )
 
 
@@ -159,6 +161,8 @@ def _divided_linear(part: LinearSpec) -> dict[str, int]:
             return {"mamba_n_groups": part.num_key_heads}
         case ShortConvSpec():
             return {"hidden_size": part.num_channels}
+        case LightningSpec():
+            return {"num_attention_heads": part.num_key_heads}
         case KdaSpec():
             return {"linear_num_heads": part.num_key_heads}
         case _:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from gapless.core.counters import CacheCounters, LoopCounters
     from gapless.core.grammar import GrammarState
     from gapless.core.plan import Delta, LogprobRow
+    from gapless.observe.trace import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,11 @@ class Engine:
     def loop_counters(self) -> LoopCounters:
         """What stepping cost the host since the start."""
         return self._loop.counters
+
+    def watch(self, trace: Trace | None) -> None:
+        """Record each iteration from now on, on this rank; None ends it."""
+        self._loop.watch(trace)
+        self._loaded.runner.watch(trace)
 
     def flush_cache(self) -> int:
         """Forget all prefixes that no request is using; return how many tokens they had."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from gapless.core.counters import LoopCounters
 from gapless.errors import InternalError
+from gapless.observe.trace import Kind, Trace
 from gapless.scheduler.scheduler import RUN_AHEAD
 
 if TYPE_CHECKING:
@@ -37,6 +38,11 @@ class EngineLoop:
         self._unread: deque[tuple[StepPlan, Handle]] = deque()
         self._failure: str | None = None
         self.counters = LoopCounters()
+        self._trace: Trace | None = None
+
+    def watch(self, trace: Trace | None) -> None:
+        """Record the phases of each step from now on; None ends it."""
+        self._trace = trace
 
     @property
     def has_work(self) -> bool:
@@ -59,16 +65,33 @@ class EngineLoop:
 
     def _step(self) -> list[Delta]:
         started = time.perf_counter()
+        self._begin("schedule")
         plan = self._scheduler.schedule()
+        self._end()
         if plan is not None:
             self.counters.num_ahead += bool(self._unread)
+            self._begin("launch")
             self._unread.append((plan, self._run(plan)))
+            self._end()
             self.counters.num_steps += 1
         launched = time.perf_counter()
         self.counters.plan_seconds += launched - started
         if len(self._unread) <= (self._most_unread if plan is not None else 0):
             return []
         read, handle = self._unread.popleft()
+        self._begin("wait")
         result = handle.wait()
+        self._end()
         self.counters.wait_seconds += time.perf_counter() - launched
-        return self._scheduler.commit(read, result)
+        self._begin("commit")
+        deltas = self._scheduler.commit(read, result)
+        self._end()
+        return deltas
+
+    def _begin(self, phase: str) -> None:
+        if self._trace is not None:
+            self._trace.begin(Kind.PHASE, phase)
+
+    def _end(self) -> None:
+        if self._trace is not None:
+            self._trace.end()

@@ -65,7 +65,7 @@ class Attention:
         """Do the same up to this rank's term `[T, D]` of the output."""
         assert isinstance(memory, Tensor), "an attention layer's memory is a KV pool"
         spec = self._spec
-        projected = self._in_proj(x)
+        projected = self.project(x)
         gate_size = self._q_size if spec.has_output_gate else 0
         gate, qkv = projected.split([gate_size, self._q_size + 2 * self._kv_size], dim=-1)
         q = qk_norm_rope(
@@ -80,6 +80,10 @@ class Attention:
         if spec.has_output_gate:
             out = sigmoid_gate(out, gate)
         return self._out_proj(out)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Map `[T, D]` to the gate, if there is one, queries, keys and values side by side."""
+        return self._in_proj(x)
 
     def targets(self, prefix: str) -> dict[str, Target]:
         """Checkpoint names and where they go."""

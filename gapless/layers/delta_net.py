@@ -64,6 +64,7 @@ class GatedDeltaNet:
         self._shares = _Shares.of(spec, place)
         self._spec = spec = linear_of_rank(spec, place.world_size)
         self._eps = eps
+        self._beta_scale = 1.0
         self._communicator = place.communicator
         heads = spec.num_value_heads
         self._sizes = [spec.conv_channels, heads * spec.value_dim, heads, heads]
@@ -80,7 +81,9 @@ class GatedDeltaNet:
         spec = self._spec
         mixed, gate, b, a = self._in_proj(x).split(self._sizes, dim=-1)
         mixed = convolve(mixed, self._conv, memory, batch)
-        beta, log_decay = delta_gates(b, a, self._dt_bias, self._neg_decay_rate)
+        beta, log_decay = delta_gates(
+            b, a, self._dt_bias, self._neg_decay_rate, beta_scale=self._beta_scale
+        )
         out = recur(mixed, beta, log_decay, spec, memory, batch)
         out = gated_rms_norm(out, gate.reshape(out.shape), self._norm, self._eps, activation="silu")
         return self._communicator.all_reduce(self._out_proj(out.flatten(1)))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch.nn.functional as F
-
 from gapless.core.architecture import GateOrder
 from gapless.core.parallel import linear_of_rank
 from gapless.layers.linear import Linear, PartialLinear
 from gapless.layers.recurrence import RecurrentInputs, convolve, linear_inputs, run_recurrence
 from gapless.layers.shard import target
-from gapless.ops.norm import rms_norm
+from gapless.ops.ssm_gates import discretise, skip_gate_norm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,8 +48,6 @@ class Mamba2:
             place.acc_weight(spec.num_value_heads) for _ in range(3)
         )
         self._norm = place.acc_weight(spec.inner_size)
-        # the norm's op takes one weight for all rows
-        self._unit = place.acc_weight(spec.inner_size // spec.num_key_heads).fill_(1.0)
 
     def __call__(self, x: Tensor, memory: LayerMemory, batch: AttentionBatch) -> Tensor:
         """Map `[T, D]` to `[T, D]`, writing rings (decode) or rings and checkpoints (prefill)."""
@@ -60,40 +56,30 @@ class Mamba2:
     def term(self, x: Tensor, memory: LayerMemory, batch: AttentionBatch) -> Tensor:
         """Do the same up to this rank's term `[T, D]` of the output."""
         memory, batch = linear_inputs(memory, batch)
-        spec, acc = self._spec, self._dt_bias.dtype
+        spec = self._spec
         sizes = [spec.inner_size, spec.conv_channels, spec.num_value_heads]
         z, mixed, dt = self._in_proj(x).split(sizes, dim=-1)
         mixed = convolve(mixed, self._conv, memory, batch, bias=self._conv_bias)
         group_size = spec.num_key_heads * spec.key_dim
         values, keys, queries = mixed.split([spec.inner_size, group_size, group_size], dim=-1)
-        dt = F.softplus(dt.to(acc) + self._dt_bias).clamp(*spec.time_step_limit)
-        per_head = values.unflatten(1, (spec.num_value_heads, spec.value_dim)).to(acc)
+        discrete, log_decay = discretise(
+            values, dt, self._dt_bias, self._neg_decay_rate, limit=spec.time_step_limit
+        )
         inputs = RecurrentInputs(
-            q=queries,
-            k=keys,
-            v=(per_head * dt[..., None]).flatten(1),
-            beta=None,
-            log_decay=dt * self._neg_decay_rate,
-            scale=1.0,
+            q=queries, k=keys, v=discrete, beta=None, log_decay=log_decay, scale=1.0
         )
         out = run_recurrence(inputs, spec, memory, batch)
-        out = out.to(acc) + per_head * self._skip[:, None]
-        return self._out_proj(self._gated(out.flatten(1), z).to(x.dtype))
-
-    def _gated(self, out: Tensor, z: Tensor) -> Tensor:
-        """Gate and normalise `[T, I]`, in the accumulation type; a group's channels are one row."""
-        gate = F.silu(z.to(out.dtype))
-        match self._spec.gate_order:
-            case GateOrder.GATE_ALONE:
-                return out * gate
-            case GateOrder.GATE_FIRST:
-                return self._normed(out * gate)
-            case GateOrder.NORM_FIRST:
-                return self._normed(out) * gate
-
-    def _normed(self, x: Tensor) -> Tensor:
-        grouped = x.unflatten(1, (self._spec.num_key_heads, -1))
-        return rms_norm(grouped, self._unit, self._eps).flatten(1) * self._norm
+        out = skip_gate_norm(
+            out.flatten(1),
+            values,
+            z,
+            self._skip,
+            self._norm,
+            eps=self._eps,
+            num_groups=spec.num_key_heads,
+            order=spec.gate_order,
+        )
+        return self._out_proj(out)
 
     def targets(self, prefix: str) -> dict[str, Target]:
         """Checkpoint names and where they go."""

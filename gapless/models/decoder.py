@@ -111,9 +111,7 @@ class Decoder:
         self._acc_dtype = place.acc_dtype
         self._embedding = place.weight(spec.vocab_size, spec.hidden_size)
         style = NormStyle(spec.norm_eps, is_zero_centred)
-        self._layers = [
-            DecoderLayer(spec.hidden_size, layer, place, style) for layer in spec.layers
-        ]
+        self._layers = [self.make_layer(layer, place, style) for layer in spec.layers]
         self._norm = _norm(spec.hidden_size, place, style)
         rows = head_rows(spec.vocab_size, place.world_size)
         self._head_share = place.padded_share(spec.vocab_size, rows)
@@ -128,6 +126,10 @@ class Decoder:
             self._head[self._head_share.length :].zero_()
         self._communicator = place.communicator
         self._rotary = _rotary(architecture, num_positions, place)
+
+    def make_layer(self, spec: LayerSpec, place: Placement, norm: NormStyle) -> DecoderLayer:
+        """Make a layer; families that put the norms elsewhere make their own."""
+        return DecoderLayer(self.architecture.hidden_size, spec, place, norm)
 
     def forward(
         self, token_ids: Tensor, memory: Sequence[LayerMemory], batch: AttentionBatch

@@ -10,26 +10,32 @@ from gapless.core.architecture import (
     GroupedMoeSpec,
     KdaSpec,
     LatentSpec,
+    LightningSpec,
     LinearSpec,
     MlpSpec,
     MoeSpec,
     ParallelSpec,
+    SeparateDeltaSpec,
     ShortConvSpec,
     SquaredReluMoeSpec,
     SquaredReluSpec,
     SsmSpec,
+    WideNormSpec,
 )
 from gapless.layers.attention import Attention
 from gapless.layers.delta_net import GatedDeltaNet
 from gapless.layers.grouped_moe import GroupedMlp
 from gapless.layers.kda import KimiDeltaAttention
+from gapless.layers.lightning import LightningAttention
 from gapless.layers.mla import LatentAttention
 from gapless.layers.mlp import GatedMlp, SquaredReluMlp
 from gapless.layers.moe import SparseMlp
 from gapless.layers.parallel_mixer import ParallelMixer
+from gapless.layers.separate_delta_net import SeparateDeltaNet
 from gapless.layers.short_conv import ShortConv
 from gapless.layers.squared_relu_moe import SquaredReluMoe
 from gapless.layers.ssm import Mamba2
+from gapless.layers.wide_norm_attention import WideNormAttention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -104,6 +110,10 @@ def _attention(size: int, spec: AttentionSpec, place: Placement, norm: NormStyle
     return Attention(size, spec, place, eps=norm.eps, is_zero_centred=norm.is_zero_centred)
 
 
+def _wide_norm_attention(size: int, spec: WideNormSpec, place: Placement, norm: NormStyle) -> Mixer:
+    return WideNormAttention(size, spec, place, eps=norm.eps)
+
+
 def _latent_attention(size: int, spec: LatentSpec, place: Placement, _: NormStyle) -> Mixer:
     return LatentAttention(size, spec, place)
 
@@ -112,12 +122,22 @@ def _delta_net(size: int, spec: LinearSpec, place: Placement, norm: NormStyle) -
     return _Unrotated(GatedDeltaNet(size, spec, place, eps=norm.eps))
 
 
+def _separate_delta_net(
+    size: int, spec: SeparateDeltaSpec, place: Placement, _: NormStyle
+) -> Mixer:
+    return _Unrotated(SeparateDeltaNet(size, spec, place))
+
+
 def _kimi_delta(size: int, spec: KdaSpec, place: Placement, norm: NormStyle) -> Mixer:
     return _Unrotated(KimiDeltaAttention(size, spec, place, eps=norm.eps))
 
 
 def _mamba2(size: int, spec: SsmSpec, place: Placement, norm: NormStyle) -> Mixer:
     return _Unrotated(Mamba2(size, spec, place, eps=norm.eps))
+
+
+def _lightning(size: int, spec: LightningSpec, place: Placement, _: NormStyle) -> Mixer:
+    return _Unrotated(LightningAttention(size, spec, place))
 
 
 def _short_conv(size: int, spec: ShortConvSpec, place: Placement, _: NormStyle) -> Mixer:
@@ -134,10 +154,13 @@ def _parallel(size: int, spec: ParallelSpec, place: Placement, norm: NormStyle) 
 # type of the description -> what its names in checkpoints begin with, how to make the layer
 MIXERS: Mapping[type, tuple[str, Callable[[int, Any, Placement, NormStyle], Mixer]]] = {
     AttentionSpec: ("self_attn.", _attention),
+    WideNormSpec: ("self_attn.", _wide_norm_attention),
     LatentSpec: ("self_attn.", _latent_attention),
     LinearSpec: ("linear_attn.", _delta_net),
+    SeparateDeltaSpec: ("linear_attn.", _separate_delta_net),
     KdaSpec: ("self_attn.", _kimi_delta),
     SsmSpec: ("mamba.", _mamba2),
+    LightningSpec: ("self_attn.", _lightning),
     ShortConvSpec: ("conv.", _short_conv),
     # each of the two has its own name
     ParallelSpec: ("", _parallel),

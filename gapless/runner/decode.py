@@ -10,7 +10,6 @@ import torch
 from tqdm import tqdm
 
 from gapless.config.resolve import Config, bucket_for
-from gapless.config.switches import Graphs
 from gapless.layers.batch import WindowBatch
 from gapless.ops.draft_tree import TreeMask
 from gapless.ops.sampling import SamplingMode
@@ -31,7 +30,9 @@ if TYPE_CHECKING:
 
     from gapless.core.counters import LaunchCounters
     from gapless.core.plan import DecodeRow, PageEntry, StepPlan
+    from gapless.observe.trace import Trace
     from gapless.runner.device import Device
+    from gapless.runner.graphs import Capture
     from gapless.runner.masks import MaskUpload
     from gapless.speculative.drafter import Drafter
 
@@ -67,6 +68,7 @@ class DecodeRunner:
         masks: MaskUpload,
         host_plans: HostPlans | None,
         counters: LaunchCounters,
+        capture: Capture | None,
     ) -> None:
         """Args: emitted: [max rows, 2 + W_max] int64: each row's emitted and proposed counts, and
         its tokens. host_plans: given if a backend plans on the host."""
@@ -77,8 +79,7 @@ class DecodeRunner:
         self._is_on_gpu = device.device.type == "cuda"
         self._pages_per_row = -(-self._window // config.page_size) + 1
         self._constants = StepConstants(device.geometry, device.device)
-        self._graphs = GraphRunner(device.device, config.switches.graphs, counters=counters)
-        self._is_captured = config.switches.graphs is not Graphs.NONE
+        self._graphs = GraphRunner(capture, config.switches.graphs, counters)
         self._fuses_metadata = config.switches.fuses_metadata
         self._host_plans = host_plans
         self._counters = counters
@@ -123,8 +124,6 @@ class DecodeRunner:
 
     def capture(self) -> None:
         """Capture the steps that will be asked for, largest first: later ones fit its memory."""
-        if not self._is_captured:
-            return
         keys = [
             DecodeKey(num_rows, self._window, kv_len, mode, None, is_masked=mode.edits_logits)
             for num_rows in reversed(self._buckets)
@@ -133,6 +132,10 @@ class DecodeRunner:
         ]
         for key in tqdm(keys, desc="capturing decode steps", unit="graph", disable=None):
             self._graphs.capture(key, lambda key=key: self._stages(key))  # type: ignore[misc]
+
+    def watch(self, trace: Trace | None) -> None:
+        """Record seams and graph launches from now on; None ends it."""
+        self._graphs.watch(trace)
 
     def forget_graphs(self) -> None:
         """Destroy the captured steps."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from gapless.attention.backend import AttentionBackend, make_backend
-from gapless.core.architecture import LatentSpec
 from gapless.core.draft_shape import most_emitted, step_reach
-from gapless.core.parallel import latent_of_rank
+from gapless.core.footprint import mtp_mixer
+from gapless.core.parallel import architecture_of_rank
 from gapless.errors import ConfigError
 from gapless.runner.pools import Pools, make_geometry, make_pools
 from gapless.runner.slot_table import SlotTable
@@ -100,15 +100,17 @@ class Device:
         return (wanted + spread).floor().to(torch.int64)
 
 
-def _of_rank(layer: PagedSpec, world_size: int) -> PagedSpec:
-    """Latent attention with the heads of one rank; backends ask for no others."""
-    return latent_of_rank(layer, world_size) if isinstance(layer, LatentSpec) else layer
-
-
 def num_positions(config: Config) -> int:
     """Positions that a step may name: the context, and how far steps run ahead of it."""
     window, tree = config.max_window, config.tree
     return config.max_model_len + most_emitted(window, tree) + step_reach(window, tree) + 1
+
+
+def _attention_of_rank(model: Decoder, config: Config, place: Placement) -> list[PagedSpec]:
+    """Whatever attends over pages on one rank."""
+    own = architecture_of_rank(model.architecture, place.world_size)
+    drafting = [mtp_mixer(own)] if config.drafter == "mtp" else []
+    return [*own.attention_layers, *drafting]
 
 
 def make_device(model: Decoder, mtp: MtpHead | None, config: Config, place: Placement) -> Device:
@@ -127,7 +129,7 @@ def make_device(model: Decoder, mtp: MtpHead | None, config: Config, place: Plac
         max_len=num_page_columns * config.page_size,
         max_rows=config.max_running_requests,
         device=config.device,
-        layers=[_of_rank(layer, config.tp) for layer in model.architecture.attention_layers],
+        layers=_attention_of_rank(model, config, place),
         dtype=config.dtype,
         has_tree=config.tree is not None,
     )

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gapless.config.switches import Graphs
+from gapless.core.counters import LaunchCounters
+from gapless.observe.trace import Kind, Trace
 from gapless.runner.stages import Stage, cut_at_seams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
-
-    from gapless.core.counters import LaunchCounters
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,8 @@ class StepGraph:
     ) -> None:
         is_whole = kind is not Graphs.STAGE
         self._runs = cut_at_seams(stages) if is_whole else [[stage] for stage in stages]
+        self._names = ["+".join(stage.name for stage in run) for run in self._runs]
+        self._trace: Trace | None = None
         self._graphs: list[torch.cuda.CUDAGraph] | None = None
         self._output: Any = None
         if capture is not None:
@@ -40,22 +42,33 @@ class StepGraph:
         """Graph launches per step."""
         return len(self._runs)
 
+    def watch(self, trace: Trace | None) -> None:
+        """Record seams and launches from now on; None ends it."""
+        self._trace = trace
+
     def launch(self) -> Any:
         """Run the step and return what its last stage made, valid until the next launch."""
-        if self._graphs is None:
-            value: Any = None
-            for run in self._runs:
-                _plan(run)
-                value = _run(run, value)
-            return value
-        for run, graph in zip(self._runs, self._graphs, strict=True):
-            _plan(run)
-            graph.replay()
-        return self._output
+        trace, value = self._trace, self._output
+        for index, run in enumerate(self._runs):
+            _plan(run, trace)
+            if trace is not None:
+                trace.begin(Kind.GRAPH, self._names[index])
+            if self._graphs is None:
+                value = _run(run, value, trace)
+            else:
+                self._graphs[index].replay()
+            if trace is not None:
+                trace.end()
+        return value
 
 
 class Capture:
     """Captures steps on one stream and into one memory pool: only one graph runs at a time."""
+
+    @classmethod
+    def on(cls, device: torch.device) -> Capture | None:
+        """What captures on a device, None if nothing can be captured there."""
+        return cls() if device.type == "cuda" else None
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
@@ -83,14 +96,24 @@ class Capture:
         return graphs, value
 
 
-def _plan(stages: Sequence[Stage]) -> None:
-    if stages[0].plan is not None:
-        stages[0].plan()
+def _plan(stages: Sequence[Stage], trace: Trace | None = None) -> None:
+    first = stages[0]
+    if first.plan is None:
+        return
+    if trace is not None:
+        trace.begin(Kind.SEAM, first.name)
+    first.plan()
+    if trace is not None:
+        trace.end()
 
 
-def _run(stages: Sequence[Stage], value: Any) -> Any:
+def _run(stages: Sequence[Stage], value: Any, trace: Trace | None = None) -> Any:
     for stage in stages:
+        if trace is not None:
+            trace.begin(Kind.STAGE, stage.name)
         value = stage.run(value)
+        if trace is not None:
+            trace.end()
     return value
 
 
@@ -103,13 +126,23 @@ class GraphRunner:
     """
 
     def __init__(
-        self, device: torch.device, kind: Graphs = Graphs.STEP, *, counters: LaunchCounters
+        self,
+        capture: Capture | None,
+        kind: Graphs = Graphs.STEP,
+        counters: LaunchCounters | None = None,
     ) -> None:
-        is_captured = device.type == "cuda" and kind is not Graphs.NONE
-        self._capture = Capture() if is_captured else None
+        """Args: capture: shared by all that never run at once; None where nothing is captured."""
+        self._capture = capture
         self._kind = kind
-        self._counters = counters
+        self._counters = counters or LaunchCounters()
         self._graphs: dict[Hashable, StepGraph] = {}
+        self._trace: Trace | None = None
+
+    def watch(self, trace: Trace | None) -> None:
+        """Record what all graphs do from now on, those made later too; None ends it."""
+        self._trace = trace
+        for graph in self._graphs.values():
+            graph.watch(trace)
 
     def capture(self, key: Hashable, make_stages: Callable[[], Sequence[Stage]]) -> None:
         """Make the graph of `key`; `make_stages` must leave null inputs in the buffers."""
@@ -122,10 +155,15 @@ class GraphRunner:
         graph = self._graphs.get(key)
         if graph is None:
             graph = self._make(make_stages, None)
+            graph.watch(self._trace)
             if self._kind is not Graphs.NONE:
                 self._graphs[key] = graph
                 logger.debug("step %s runs uncaptured", key)
         return graph
+
+    def find(self, key: Hashable) -> StepGraph | None:
+        """Return the graph of `key` if it was captured."""
+        return self._graphs.get(key)
 
     def _make(
         self, make_stages: Callable[[], Sequence[Stage]], capture: Capture | None

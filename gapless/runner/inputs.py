@@ -49,11 +49,16 @@ def _host_buffers(size: int, dtype: torch.dtype, device: torch.device) -> list[_
     return buffers
 
 
+def packed_bytes(arrays: Mapping[str, np.ndarray]) -> int:
+    """Bytes that `arrays` take in an upload."""
+    return sum(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays.values())
+
+
 class Upload:
     """Sends named arrays to the device in one asynchronous copy.
 
-    The layout follows from the arrays' shapes alone, so equal shapes land at equal addresses and
-    a captured graph finds its inputs again.
+    The layout follows from the shapes of the arrays in turn, so the first arrays land at equal
+    addresses as long as their shapes are equal, and a captured graph finds its inputs again.
     """
 
     def __init__(self, capacity_bytes: int, device: torch.device) -> None:
@@ -61,9 +66,12 @@ class Upload:
 
     def reserve(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Make room for `arrays`. Buffers that grow move, so none of them may be in a graph."""
-        needed = sum(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays.values())
-        if needed > self._device.numel():
-            self._allocate(2 * needed, self._device.device)
+        if not self.holds(arrays):
+            self._allocate(2 * packed_bytes(arrays), self._device.device)
+
+    def holds(self, arrays: Mapping[str, np.ndarray]) -> bool:
+        """Whether there is room for `arrays`."""
+        return packed_bytes(arrays) <= self._device.numel()
 
     def _allocate(self, capacity_bytes: int, device: torch.device) -> None:
         self._host = _host_buffers(capacity_bytes, torch.uint8, device)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gapless.ops.linear_chunk import WavePlan, plan_chunks, plan_waves, wave_arrays
+from gapless.ops.linear_chunk import PieceRoom, piece_arrays, plan_chunks
 from gapless.runner.slot_table import admission_arrays
 
 if TYPE_CHECKING:
@@ -24,92 +24,239 @@ Segments = tuple[tuple[int, int, int, int], ...]
 
 
 @dataclass(frozen=True)
+class PrefillRoom:
+    """Sizes that a chunk is padded to, so that all chunks that fit have arrays of one shape.
+
+    Padding reads and writes null entries, rows and slots only, and what comes of it reaches nothing
+    else.
+    """
+
+    tokens: int
+    segments: int
+    snapshots: int
+
+    def holds(self, segments: Sequence[PrefillSegment]) -> bool:
+        """Whether a chunk of these segments fits."""
+        return (
+            sum(s.end - s.start for s in segments) <= self.tokens
+            and len(segments) <= self.segments
+            and sum(len(s.snapshots) for s in segments) <= self.snapshots
+        )
+
+
+@dataclass(frozen=True)
 class PrefillLayout:
     """One chunk's arrays, and the integers that stay on the host."""
 
     arrays: dict[str, np.ndarray]
+    """Of shapes that the room decides, where there is one."""
+    kv_entries: np.ndarray
+    """KV entries of positions 0 to `end`, both included, of each segment in a row."""
+    admission: dict[str, np.ndarray]
+    """For the slot table; shapes follow from the segments."""
     segments: Segments
+    """Keys are numbers of `kv_entries`."""
     shifted_segments: Segments
     active: tuple[int, ...]  # segments still running in each round of the chunked scan
     num_cuts: tuple[int, ...]  # snapshots after each round
-    waves: WavePlan
 
 
 def lay_out(
     segments: tuple[PrefillSegment, ...],
     geometry: Geometry,
     num_page_columns: int,
+    *,
     with_past: Sequence[PrefillSegment] = (),
+    has_rounds: bool = True,
+    room: PrefillRoom | None = None,
 ) -> PrefillLayout:
     """Decide every index of a prefill chunk on the host.
 
     Args:
         with_past: segments whose requests' earlier tokens are sent along.
+        has_rounds: whether the torch definition of the linear layers' scan will read its indices.
+        room: that holds the segments, of which there may then be none; without, nothing is padded.
     """
     lengths = [s.end - s.start for s in segments]
-    bounds = np.concatenate([[0], np.cumsum(lengths)])
-    positions = np.concatenate([np.arange(s.start, s.end) for s in segments])
-    starts = np.repeat([s.start for s in segments], lengths)
+    bounds = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    total = int(bounds[-1]) if room is None else room.tokens
+    num_prefixes = len(segments) if room is None else room.segments
     entries = [_entries(s, geometry) for s in segments]
-    cuts = [[n.position - s.start for n in s.snapshots] for s in segments]
-    plan = plan_chunks(lengths, CHUNK_LEN, cuts)
-    waves = plan_waves(lengths, CHUNK_LEN, cuts)
-    ordered = [segments[i] for i in plan.order]
-    conv_keep, conv_write = _conv_kept(segments, bounds, geometry)
-    shifted, shifted_segments = _shifted(segments, bounds, entries)
+    kv_starts = np.cumsum([0, *(len(own) for own in entries)]).tolist()
+    shifted, shifted_lengths = _shifted(segments, bounds, total, entries)
     arrays = {
-        "token_ids": np.concatenate([s.request.token_ids[s.start : s.end] for s in segments]),
-        "successors": np.concatenate([_successors(s) for s in segments]),
-        "positions": positions,
-        "slot_of_token": np.repeat([s.slot for s in segments], lengths),
-        "kv_write": np.concatenate(
-            [e[s.start : s.end] for s, e in zip(segments, entries, strict=True)]
-        ),
-        "kv_read": np.concatenate([e[: s.end] for s, e in zip(segments, entries, strict=True)]),
-        "gather": plan.gather,
-        "scatter": plan.scatter,
-        "init_rows": np.array([_init_row(s, geometry) for s in ordered]),
-        "final_rows": np.array([s.state_row for s in ordered]),
-        "cut_places": np.array([cut.place for cut in plan.cuts]),
-        "cut_rows": np.array([ordered[c.place].snapshots[c.number].row for c in plan.cuts]),
-        **wave_arrays(
-            waves,
-            init_rows=[_init_row(s, geometry) for s in segments],
-            final_rows=[s.state_row for s in segments],
-            cut_rows=[[n.row for n in s.snapshots] for s in segments],
-        ),
-        "conv_prefix": _conv_prefix(segments, geometry),
-        "conv_taps": _conv_taps(positions, starts, lengths, geometry),
-        "conv_keep": conv_keep,
-        "conv_write": conv_write,
-        "last_token": bounds[1:][[s.is_last for s in segments]] - 1,
-        "sampled_slots": np.array([s.slot for s in segments if s.is_last]),
-        "sampled_end": np.array([s.end for s in segments if s.is_last]),
+        **_tokens(segments, lengths, entries),
+        **_sampled(segments, bounds, total),
+        **_convolution(segments, bounds, total, num_prefixes, geometry),
         **shifted,
         **_past(with_past),
         **_kept(segments, bounds),
     }
+    if room is not None:
+        arrays = _padded(arrays, room, geometry)
+    scan, active, num_cuts = _scan(
+        segments, lengths, total, geometry, has_rounds=has_rounds, room=room
+    )
     integers = {name: array.astype(np.int64, copy=False) for name, array in arrays.items()}
+    live = {} if room is None else _live(room, int(bounds[-1]), sum(shifted_lengths))
+    ends = [s.end for s in segments]
     return PrefillLayout(
-        arrays=integers | admission_arrays(segments, num_page_columns, geometry.null_page),
-        segments=_bounds(lengths, [s.end for s in segments]),
-        shifted_segments=shifted_segments,
-        active=plan.active,
-        num_cuts=plan.num_cuts,
-        waves=waves,
+        arrays=integers | scan | live,
+        # a captured chunk knows the address, which an empty array has not
+        kv_entries=np.concatenate([*entries, [geometry.null_page * geometry.page_size]]),
+        admission=admission_arrays(segments, num_page_columns, geometry.null_page)
+        if segments
+        else {},
+        segments=_bounds(lengths, kv_starts, ends),
+        shifted_segments=_bounds(shifted_lengths, [start + 1 for start in kv_starts], ends),
+        active=active,
+        num_cuts=num_cuts,
     )
 
 
-def _bounds(num_queries: Sequence[int], num_keys: Sequence[int]) -> Segments:
-    """Pack queries and keys of each segment in a row."""
-    q, kv = (np.cumsum([0, *counts]).tolist() for counts in (num_queries, num_keys))
-    return tuple(zip(q, q[1:], kv, kv[1:], strict=False))
+def _bounds(
+    num_queries: Sequence[int], kv_starts: Sequence[int], num_keys: Sequence[int]
+) -> Segments:
+    """Pack the queries of each segment in a row."""
+    q = np.cumsum([0, *num_queries]).tolist()
+    return tuple(
+        (start, end, kv, kv + keys)
+        for start, end, kv, keys in zip(q, q[1:], kv_starts, num_keys, strict=False)
+    )
+
+
+def _joined(parts: Sequence[np.ndarray | Sequence[int]]) -> np.ndarray:
+    """Concatenate integers, also of no part."""
+    return np.concatenate([np.zeros(0, np.int64), *parts])
+
+
+def _repeated(values: Sequence[int], counts: Sequence[int]) -> np.ndarray:
+    """Repeat integers, also none."""
+    return np.repeat(np.array(values, np.int64), np.array(counts, np.int64))
+
+
+def _tokens(
+    segments: tuple[PrefillSegment, ...],
+    lengths: Sequence[int],
+    entries: Sequence[np.ndarray],
+) -> dict[str, np.ndarray]:
+    """What each token is, and where it goes."""
+    return {
+        "token_ids": _joined([s.request.token_ids[s.start : s.end] for s in segments]),
+        "successors": _joined([_successors(s) for s in segments]),
+        "positions": _joined([np.arange(s.start, s.end) for s in segments]),
+        "slot_of_token": _repeated([s.slot for s in segments], lengths),
+        "kv_write": _joined([e[s.start : s.end] for s, e in zip(segments, entries, strict=True)]),
+    }
 
 
 def _successors(segment: PrefillSegment) -> list[int]:
     """The token after each of the segment's; token 0 stands where there is none yet."""
     known = segment.request.token_ids[segment.start + 1 : segment.end + 1]
     return known + [0] * (segment.end - segment.start - len(known))
+
+
+def _sampled(
+    segments: tuple[PrefillSegment, ...], bounds: np.ndarray, total: int
+) -> dict[str, np.ndarray]:
+    """Segments that sample a token; and of each token where its successor is: sampled ones last."""
+    last = bounds[1:][[s.is_last for s in segments]] - 1
+    source = np.arange(total)
+    source[last] = total + np.arange(len(last))
+    return {
+        "next_source": source,
+        "last_token": last,
+        "sampled_slots": np.array([s.slot for s in segments if s.is_last]),
+        "sampled_start": np.array([s.end - 1 for s in segments if s.is_last]),
+        "sampled_end": np.array([s.end for s in segments if s.is_last]),
+    }
+
+
+def _scan(
+    segments: tuple[PrefillSegment, ...],
+    lengths: Sequence[int],
+    total: int,
+    geometry: Geometry,
+    *,
+    has_rounds: bool,
+    room: PrefillRoom | None,
+) -> tuple[dict[str, np.ndarray], tuple[int, ...], tuple[int, ...]]:
+    """How states go through the linear layers, for the kernels and for the torch definition."""
+    cuts = [[n.position - s.start for n in s.snapshots] for s in segments]
+    init_rows = [_init_row(s, geometry) for s in segments]
+    final_rows = [s.state_row for s in segments]
+    cut_rows = [[n.row for n in s.snapshots] for s in segments]
+    pieces = None
+    if room is not None:
+        pieces = PieceRoom(room.tokens, room.segments, room.segments + room.snapshots)
+    found = piece_arrays(
+        lengths, CHUNK_LEN, init_rows=init_rows, final_rows=final_rows, cuts=cuts,
+        cut_rows=cut_rows,
+        room=pieces,
+    )  # fmt: skip
+    if not has_rounds:
+        written = {*final_rows, *(row for own in cut_rows for row in own)}
+        resumed = {s.resumed_row for s in segments}
+        assert not resumed & written, "the cache locks rows that a step reads: kernels mix them"
+        return found, (), ()
+    plan = plan_chunks(lengths, CHUNK_LEN, cuts, num_tokens=total)
+    rows = [cut_rows[plan.order[cut.place]][cut.number] for cut in plan.cuts]
+    rounds = {
+        "gather": plan.gather,
+        "scatter": plan.scatter,
+        "init_rows": np.array([init_rows[i] for i in plan.order]),
+        "final_rows": np.array([final_rows[i] for i in plan.order]),
+        "cut_places": np.array([cut.place for cut in plan.cuts]),
+        "cut_rows": np.array(rows),
+    }
+    rounds = {name: array.astype(np.int64, copy=False) for name, array in rounds.items()}
+    return found | rounds, plan.active, plan.num_cuts
+
+
+def _live(room: PrefillRoom, num_tokens: int, num_shifted: int) -> dict[str, np.ndarray]:
+    """Which tokens are of a segment."""
+    return {
+        "live": np.arange(room.tokens) < num_tokens,
+        "shifted_live": np.arange(room.tokens + room.segments) < num_shifted,
+    }
+
+
+def _padded(
+    arrays: dict[str, np.ndarray], room: PrefillRoom, geometry: Geometry
+) -> dict[str, np.ndarray]:
+    """Fill arrays up along their last axis with what names null memory, or is not looked at."""
+    tokens, segments, snapshots = room.tokens, room.segments, room.snapshots
+    shifted = tokens + segments
+    before = geometry.conv_width - 1
+    null_entry = geometry.null_page * geometry.page_size
+    # the zero entry that follows the prefixes
+    zero_input = tokens + segments * before
+    num_kept = segments * geometry.conv_ring_len + snapshots * before
+    first_end = int(arrays["ends"][0]) if len(arrays["ends"]) else 0
+    sizes = {
+        "token_ids": (tokens, 0), "successors": (tokens, 0), "positions": (tokens, 0),
+        "slot_of_token": (tokens, geometry.null_slot), "kv_write": (tokens, null_entry),
+        "next_source": (tokens, 0), "last_token": (segments, 0),
+        "sampled_slots": (segments, geometry.null_slot),
+        "sampled_start": (segments, 0), "sampled_end": (segments, 0),
+        "conv_prefix": (segments * before + 1, geometry.conv_zero),
+        "conv_taps": (tokens, zero_input), "conv_keep": (num_kept, zero_input),
+        "conv_write": (num_kept, geometry.null_slot * geometry.conv_ring_len),
+        "shifted_order": (shifted, 0), "shifted_positions": (shifted, 0),
+        "shifted_write": (shifted, null_entry), "shifted_last": (segments, 0),
+        "resumed_rows": (segments, geometry.null_row), "resumed_ids": (segments, 0),
+        "past_slots": (0, 0), "past_positions": (0, 0), "past_ids": (0, 0),
+        # written twice is as good as once
+        "ends": (segments, first_end),
+        "snapshot_tokens": (snapshots, 0), "snapshot_rows": (snapshots, geometry.null_row),
+    }  # fmt: skip
+    return {name: _filled(array, *sizes[name]) for name, array in arrays.items()}
+
+
+def _filled(array: np.ndarray, size: int, fill: int) -> np.ndarray:
+    spare = size - array.shape[-1]
+    assert spare >= 0, f"{array.shape[-1]} in room for {size}"
+    return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, spare)], constant_values=fill)
 
 
 def _entries(segment: PrefillSegment, geometry: Geometry) -> np.ndarray:
@@ -129,11 +276,13 @@ def _init_row(segment: PrefillSegment, geometry: Geometry) -> int:
 
 
 def _shifted(
-    segments: tuple[PrefillSegment, ...], bounds: np.ndarray, entries: list[np.ndarray]
-) -> tuple[dict[str, np.ndarray], Segments]:
+    segments: tuple[PrefillSegment, ...],
+    bounds: np.ndarray,
+    total: int,
+    entries: Sequence[np.ndarray],
+) -> tuple[dict[str, np.ndarray], list[int]]:
     """The chunk one position later, as `ShiftedChunk` has it; a drafter's KV begins at index 1."""
     resumed = [s for s in segments if s.resumed_row is not None]
-    total = int(bounds[-1])
     extra = iter(range(total, total + len(resumed)))
     order: list[np.ndarray] = []
     firsts: list[int] = []
@@ -144,28 +293,23 @@ def _shifted(
         firsts.append(segment.start if is_resumed else segment.start + 1)
     lengths = [len(own) for own in order]
     return {
-        "shifted_order": np.concatenate(order),
-        "shifted_positions": np.concatenate(
+        "shifted_order": _joined(order),
+        "shifted_positions": _joined(
             [np.arange(first, s.end + 1) for s, first in zip(segments, firsts, strict=True)]
         ),
-        "shifted_write": np.concatenate(
-            [own[first:] for own, first in zip(entries, firsts, strict=True)]
-        ),
-        "shifted_read": np.concatenate([own[1:] for own in entries]),
-        "shifted_last": np.cumsum(lengths)[[s.is_last for s in segments]] - 1,
+        "shifted_write": _joined([own[first:] for own, first in zip(entries, firsts, strict=True)]),
+        "shifted_last": np.cumsum(lengths, dtype=np.int64)[[s.is_last for s in segments]] - 1,
         "resumed_rows": np.array([s.resumed_row for s in resumed]),
         "resumed_ids": np.array([s.request.token_ids[s.start] for s in resumed]),
-    }, _bounds(lengths, [s.end for s in segments])
+    }, lengths
 
 
 def _past(segments: Sequence[PrefillSegment]) -> dict[str, np.ndarray]:
-    nothing = np.zeros(0, np.int64)
+    starts = [s.start for s in segments]
     return {
-        "past_slots": np.repeat([s.slot for s in segments], [s.start for s in segments])
-        if segments
-        else nothing,
-        "past_positions": np.concatenate([nothing, *(np.arange(s.start) for s in segments)]),
-        "past_ids": np.concatenate([nothing, *(s.request.token_ids[: s.start] for s in segments)]),
+        "past_slots": _repeated([s.slot for s in segments], starts),
+        "past_positions": _joined([np.arange(start) for start in starts]),
+        "past_ids": _joined([s.request.token_ids[: s.start] for s in segments]),
     }
 
 
@@ -183,7 +327,26 @@ def _kept(segments: tuple[PrefillSegment, ...], bounds: np.ndarray) -> dict[str,
     }
 
 
-def _conv_prefix(segments: tuple[PrefillSegment, ...], geometry: Geometry) -> np.ndarray:
+def _convolution(
+    segments: tuple[PrefillSegment, ...],
+    bounds: np.ndarray,
+    total: int,
+    num_prefixes: int,
+    geometry: Geometry,
+) -> dict[str, np.ndarray]:
+    """Indices of the convolutions, which read the chunk's inputs and, after those, the prefixes."""
+    keep, write = _conv_kept(segments, bounds, total, geometry)
+    return {
+        "conv_prefix": _conv_prefix(segments, num_prefixes, geometry),
+        "conv_taps": _conv_taps(segments, bounds, total, geometry),
+        "conv_keep": keep,
+        "conv_write": write,
+    }
+
+
+def _conv_prefix(
+    segments: tuple[PrefillSegment, ...], num_prefixes: int, geometry: Geometry
+) -> np.ndarray:
     """Entries of the taps before each segment's start, then the zero entry."""
     distance = np.arange(geometry.conv_width - 1, 0, -1)
     parts = []
@@ -194,24 +357,27 @@ def _conv_prefix(segments: tuple[PrefillSegment, ...], geometry: Geometry) -> np
         else:
             entry = np.array(geometry.conv_tail(segment.resumed_row))
         parts.append(np.where(position < 0, geometry.conv_zero, entry))
-    return np.concatenate([*parts, [geometry.conv_zero]])
+    num_zeros = (num_prefixes - len(segments)) * len(distance) + 1
+    return _joined([*parts, [geometry.conv_zero] * num_zeros])
 
 
 def _conv_taps(
-    positions: np.ndarray, starts: np.ndarray, lengths: list[int], geometry: Geometry
+    segments: tuple[PrefillSegment, ...], bounds: np.ndarray, total: int, geometry: Geometry
 ) -> np.ndarray:
     """Source row of each tap of each token: the chunk's inputs, or the prefix that follows them."""
-    total, before = len(positions), geometry.conv_width - 1
+    before = geometry.conv_width - 1
     distance = np.arange(before, -1, -1)[:, None]
-    tapped = positions - distance
-    segment = np.repeat(np.arange(len(lengths)), lengths)
+    token = np.arange(bounds[-1])
+    first = np.repeat(bounds[:-1], np.diff(bounds))
+    segment = np.repeat(np.arange(len(segments)), np.diff(bounds))
+    tapped = token - distance
     # the prefix holds `before` rows per segment, the last one right before its start
-    in_prefix = total + segment * before + before - (starts - tapped)
-    return np.where(tapped >= starts, np.arange(total) - distance, in_prefix)
+    in_prefix = total + segment * before + before - (first - tapped)
+    return np.where(tapped >= first, tapped, in_prefix)
 
 
 def _conv_kept(
-    segments: tuple[PrefillSegment, ...], bounds: np.ndarray, geometry: Geometry
+    segments: tuple[PrefillSegment, ...], bounds: np.ndarray, total: int, geometry: Geometry
 ) -> tuple[np.ndarray, np.ndarray]:
     """Source rows, as in `_conv_taps`, that outlive the chunk, and the entries that they go to.
 
@@ -222,7 +388,7 @@ def _conv_kept(
     keep: list[np.ndarray] = []
     write: list[np.ndarray] = []
     for i, segment in enumerate(segments):
-        prefix_end = bounds[-1] + (i + 1) * before
+        prefix_end = total + (i + 1) * before
         first = segment.start if segment.resumed_row is None else segment.start - before
         position = np.arange(max(0, first, segment.end - ring_len), segment.end)
         kept = [(position, segment.slot * ring_len + position % ring_len)]
@@ -235,4 +401,4 @@ def _conv_kept(
             in_chunk = after_start >= 0
             keep.append(np.where(in_chunk, bounds[i], prefix_end) + after_start)
             write.append(entry)
-    return np.concatenate(keep), np.concatenate(write)
+    return _joined(keep), _joined(write)

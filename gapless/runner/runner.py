@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from gapless.config.switches import Graphs
 from gapless.core.counters import LaunchCounters
 from gapless.core.plan import PrefillSegment, StepPlan, StepResult
+from gapless.observe.trace import Kind, Trace
 from gapless.runner.compiles import CompileCounter
 from gapless.runner.decode import DecodeRunner
+from gapless.runner.graphs import Capture
 from gapless.runner.host_plans import HostPlans
 from gapless.runner.host_tier import HostTier
 from gapless.runner.inputs import Download, Ticket
@@ -107,35 +110,71 @@ class Runner:
         self._host_plans = (
             HostPlans(device, config, self.launches) if device.needs_cpu_seq_lens else None
         )
-        self._decode = DecodeRunner(device, config, emitted, masks, self._host_plans, self.launches)
+        self._is_captured = config.switches.graphs is not Graphs.NONE
+        capture = Capture.on(device.device) if self._is_captured else None
+        self._decode = DecodeRunner(
+            device, config, emitted, masks, self._host_plans, self.launches, capture
+        )
         self._saver = Saver(device)
-        self._prefill = PrefillRunner(device, config, results[self._num_emitted :], masks)
+        first_tokens = results[self._num_emitted :]
+        self._prefill = PrefillRunner(device, config, first_tokens, masks, capture)
         self._tier = HostTier(device, config) if config.num_host_pages else None
         self._results = Download(results)
+        self._trace: Trace | None = None
+
+    def watch(self, trace: Trace | None) -> None:
+        """Record the parts of each step from now on; None ends it."""
+        self._trace = trace
+        self._decode.watch(trace)
 
     def run(self, plan: StepPlan) -> StepHandle:
         """Launch a step, its parts in the order that `StepPlan` gives."""
+        prefill = decode = None
         with torch.inference_mode():
-            if plan.saves:
-                self._saver.save(plan.saves)
-            if self._tier is not None:
-                self._tier.run(plan)
-            if plan.page_copies:
-                self._saver.copy_pages(plan.page_copies)
-            prefill = self._prefill.run(plan.prefill) if plan.prefill else None
-            if self._host_plans is not None and plan.prefill:
-                self._host_plans.admit(plan.prefill)
-            decode = self._decode.run(plan) if plan.decode else None
+            self._begin("move")
+            self._move(plan)
+            self._end()
+            if plan.prefill:
+                self._begin("prefill")
+                prefill = self._prefill.run(plan.prefill)
+                if self._host_plans is not None:
+                    self._host_plans.admit(plan.prefill)
+                self._end()
+            if plan.decode:
+                self._begin("decode")
+                decode = self._decode.run(plan)
+                self._end()
             tokens = self._results.fetch(self._num_emitted + len(plan.sampled))
         return StepHandle(
             plan, tokens, self._num_emitted, self._window, prefill, decode, self._tier
         )
 
+    def _begin(self, part: str) -> None:
+        if self._trace is not None:
+            self._trace.begin(Kind.PART, part)
+
+    def _end(self) -> None:
+        if self._trace is not None:
+            self._trace.end()
+
+    def _move(self, plan: StepPlan) -> None:
+        """Save, load, store and copy what changes its owner."""
+        if plan.saves:
+            self._saver.save(plan.saves)
+        if self._tier is not None:
+            self._tier.run(plan)
+        if plan.page_copies:
+            self._saver.copy_pages(plan.page_copies)
+
     def capture(self) -> None:
-        """Capture the decode steps, on CUDA."""
+        """Capture prefill chunks and decode steps, on CUDA."""
+        if not self._is_captured:
+            return
         with torch.inference_mode():
+            self._prefill.capture()
             self._decode.capture()
 
     def forget_graphs(self) -> None:
-        """Destroy the captured steps; those that run again are captured again."""
+        """Destroy what was captured; what runs again runs launch by launch."""
+        self._prefill.forget_graphs()
         self._decode.forget_graphs()

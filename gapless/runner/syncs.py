@@ -46,13 +46,15 @@ _METHODS = (
     "__bool__", "__int__", "__float__", "__index__",
 )  # fmt: skip
 _PACKAGE = Path(__file__).parent.parent
+# frames that stand between a call and those who watch for it
+_WATCHERS = {__file__, str(_PACKAGE / "runner" / "recorder.py"), warnings.__file__}
 _TORCH = Path(torch.__file__).parent
 # calls of the CUDA runtime by which the host waits for the device
-_BLOCKING_CALLS = (
+BLOCKING_CALLS = (
     "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "cudaMemcpy2D", "cudaMalloc",
     "cudaFree", "cudaHostAlloc", "cudaFreeHost",
 )  # fmt: skip
-_LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
+KERNEL_LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 
 
 class HiddenSync(InternalError):
@@ -121,7 +123,7 @@ def _moves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def _watch(report: Callable[[str], None]) -> Iterator[None]:
+def watch_host(report: Callable[[str], None]) -> Iterator[None]:
     """Report what would make the host wait, were the CPU a device."""
     patches = [
         mock.patch.object(Tensor, name, _watched(name, getattr(Tensor, name), report))
@@ -155,7 +157,7 @@ def forbid_syncs() -> Iterator[None]:
         finally:
             torch.cuda.set_sync_debug_mode(before)
         return
-    with _watch(_raise):
+    with watch_host(_raise):
         yield
 
 
@@ -168,7 +170,7 @@ def count_calls() -> Iterator[CallCounts]:
     """Count blocking calls and launches of the code inside; complete once the block has ended."""
     counts = CallCounts()
     if not torch.cuda.is_available():
-        with _watch(lambda what: counts.blocking.update([f"{what} at {_call_site()}"])):
+        with watch_host(lambda what: counts.blocking.update([f"{what} at {call_site()}"])):
             yield counts
         return
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -181,19 +183,20 @@ def count_calls() -> Iterator[CallCounts]:
             counts.kernels.append((name, span.start, span.end))
             continue
         counts.graph_launches += name == "cudaGraphLaunch"
-        counts.kernel_launches += name in _LAUNCHES
+        counts.kernel_launches += name in KERNEL_LAUNCHES
         counts.event_waits += name == "cudaEventSynchronize"
-        if name in _BLOCKING_CALLS:
+        if name in BLOCKING_CALLS:
             counts.blocking[name] += 1
 
 
-def _call_site() -> str:
-    """The innermost line of the package, this file left out; the caller's where there is none."""
+def call_site() -> str:
+    """The innermost line of the package, watchers left out; the caller's where there is none."""
     frames = [
         frame
         for frame in traceback.extract_stack()
-        if frame.filename != __file__ and _TORCH not in Path(frame.filename).parents
+        if frame.filename not in _WATCHERS and _TORCH not in Path(frame.filename).parents
     ]
     own = [frame for frame in frames if _PACKAGE in Path(frame.filename).parents]
-    frame = (own or frames)[-1]
-    return f"{Path(frame.filename).name}:{frame.lineno}"
+    file = Path((own or frames)[-1].filename)
+    name = file.relative_to(_PACKAGE.parent).as_posix() if own else file.name
+    return f"{name}:{(own or frames)[-1].lineno}"

@@ -1,4 +1,4 @@
-"""Makes a GPU ready: every kernel compiled and every decode step captured before the first request.
+"""Makes a GPU ready: every kernel compiled, every step captured before the first request.
 
 Steps of made-up requests run through the runner itself, in slot 0 and with pages and rows that
 nobody holds yet; what they leave there is overwritten before it is read.
@@ -37,7 +37,7 @@ KINDS = (
 
 
 def warm_up(runner: Runner, config: Config) -> None:
-    """Run one step of each kind, then capture the decode steps."""
+    """Run one step of each kind launch by launch, then capture what can be."""
     started, before = time.perf_counter(), torch.cuda.mem_get_info()[0]
     runner.compiles.stop()
     for plan in _plans(config):
@@ -84,7 +84,7 @@ def _plans(config: Config) -> Iterator[StepPlan]:
     )
     fresh = replace(
         _segment(config, KINDS[0], 40), slot=min(1, config.max_running_requests - 1), state_row=1,
-        snapshots=(Snapshot(20, 2),),
+        snapshots=(Snapshot(20, 3),),
     )  # fmt: skip
     for segments in ((resumed,), (resumed, fresh) if fresh.slot else (fresh,)):
         yield StepPlan(

@@ -156,5 +156,7 @@ def fake_backend(
     return flashinfer.FlashInferAttention(
         page_size=page_size, max_len=max_len, max_rows=max_rows, device="cpu", spec=spec,
         dtype=dtype, wrapper_class=FakeWrapper,
-        on_device=ReferenceAttention(page_size=page_size, max_len=max_len, device="cpu"),
+        on_device=ReferenceAttention(
+            page_size=page_size, max_len=max_len, device="cpu", layers=[spec], dtype="float64"
+        ),
     )  # fmt: skip

@@ -40,6 +40,12 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> flashinfer.FlashInferAttention:
     return made
 
 
+def make_reference() -> ReferenceAttention:
+    return ReferenceAttention(
+        page_size=PAGE_SIZE, max_len=MAX_LEN, device="cpu", layers=[SPEC], dtype="float64"
+    )
+
+
 class Memory:
     """Pages of some slots, NaN wherever nothing may be read."""
 
@@ -72,7 +78,7 @@ def test_windows_of_many_steps(
     backend: flashinfer.FlashInferAttention, first: int, width: int
 ) -> None:
     memory = Memory()
-    reference = ReferenceAttention(page_size=PAGE_SIZE, max_len=MAX_LEN, device="cpu")
+    reference = make_reference()
     ends = np.array([5, 9, 17])
     wrappers = FakeWrapper.num_wrappers
     for step in range(12):
@@ -92,7 +98,7 @@ def test_plans_of_several_windows_wait_in_the_ring(
 ) -> None:
     """All plans of a step, and of the next one, are made before any has gone up."""
     memory = Memory()
-    reference = ReferenceAttention(page_size=PAGE_SIZE, max_len=MAX_LEN, device="cpu")
+    reference = make_reference()
     names = [f"draft {depth}" for depth in range(2 * flashinfer.RING_LEN + 3)]
     lengths = [np.array([3 + i, 20 - i]) for i in range(len(names))]
     for _ in range(2):
@@ -140,7 +146,7 @@ def test_what_the_host_has_not_planned_is_planned_on_the_device(
     backend: flashinfer.FlashInferAttention,
 ) -> None:
     memory = Memory()
-    reference = ReferenceAttention(page_size=PAGE_SIZE, max_len=MAX_LEN, device="cpu")
+    reference = make_reference()
     q, before = _queries(2, 1), FakeModule.num_plans
     found = memory.run(backend, [1, 0], [5, 9], 1, 1, None, q)
     assert torch.equal(found, memory.run(reference, [1, 0], [5, 9], 1, 1, None, q))

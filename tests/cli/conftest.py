@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import pytest
 
 from gapless.cli import main
+from tests.engine_fixtures import tiny_checkpoint, tiny_model
+
+__all__ = ["Done", "Run", "run", "tiny_checkpoint", "tiny_model"]
 
 
 @dataclass(frozen=True)

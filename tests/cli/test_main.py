@@ -13,7 +13,7 @@ from gapless.config.options import EngineOptions
 if TYPE_CHECKING:
     from tests.cli.conftest import Run
 
-COMMANDS = [("generate",), ("eval",), ("serve",), ("bench", "decode")]
+COMMANDS = [("generate",), ("eval",), ("serve",), ("bench", "decode"), ("profile",)]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -55,6 +55,12 @@ def test_commands_are_listed(run: Run) -> None:
         (("bench", "decode", "--warmup", "-1"), "ConfigError: warmup=-1: want at least 0"),
         (("bench", "decode", "--ab", "page_sise=4"), "unknown option 'page_sise'; did you mean"),
         (("bench", "decode", "--output", "/"), "ConfigError: output='/': want a file"),
+        (("profile", "--steps", "0"), "ConfigError: steps=0: want at least 1"),
+        (("profile", "--output-len", "1"), "ConfigError: output_len=1: want at least 2"),
+        (
+            ("profile", "--output-dir", "/proc/x"),
+            "ConfigError: output_dir='/proc/x' cannot be made",
+        ),
     ],
 )
 def test_mistakes_are_one_line(run: Run, argv: tuple[str, ...], line: str) -> None:

@@ -17,7 +17,7 @@ from benchmarks.gpu.linear_chunk import (
     last_cuts,
     relative,
 )
-from gapless.ops.linear_chunk import fla
+from gapless.ops.linear_chunk import kernels_lack
 from gapless.runner.syncs import forbid_syncs
 from tests.ops.step_recurrence import same_bits
 
@@ -37,7 +37,7 @@ def shape(request: pytest.FixtureRequest) -> Shape:
     """A shape whose kernels are tuned."""
     found: Shape = request.param
     problem = Problem(found, (2048,), None, DEVICE)
-    assert fla.unsupported(problem.inputs[0], 64, found.recurrence) is None
+    assert kernels_lack(torch.bfloat16, found.key_dim, 64, found.recurrence) is None
     problem.run(problem.inputs, problem.checkpoint)
     return found
 

@@ -95,6 +95,10 @@ def float32_means_float64() -> Iterator[None]:
 def _to_float64(model: Any) -> Any:
     """Copy a model to float64; rotary frequencies are computed again, not widened."""
     wide = copy.deepcopy(model).double()
+    for layer in wide.model.layers:
+        attention = getattr(layer, "self_attn", None)
+        if hasattr(attention, "get_slope_rate"):
+            _compute_decays(attention)
     children = dict(wide.model.named_children())
     rotary = children.get("rotary_emb", children.get("pos_emb"))
     if rotary is None:  # nothing is rotated
@@ -105,6 +109,16 @@ def _to_float64(model: Any) -> Any:
     assert frequencies.dtype == torch.float64, "the cast to float32 was not redirected"
     rotary.inv_freq = frequencies
     return wide
+
+
+def _compute_decays(attention: Any) -> None:
+    """Compute lightning attention's decays again, instead of widening them."""
+    rate = attention.get_slope_rate()
+    assert rate.dtype == torch.float64, "a power of integers has the default type"
+    attention.slope_rate = rate
+    names = ("query_decay", "key_decay", "diagonal_decay")
+    for name, decay in zip(names, attention.decay_factors(rate), strict=True):
+        setattr(attention, name, decay)
 
 
 def _run(model: Any, token_ids: Tensor) -> Reference:

@@ -37,6 +37,8 @@ ROWS = {
     "nemotron_h_latent": ["nemotron_h"],
     "lfm2": ["lfm2"],
     "lfm2_moe": ["lfm2_moe"],
+    "olmo_hybrid": ["olmo_hybrid"],
+    "minimax": ["minimax"],
 }
 CASES = [Case(n, *c) for n in ROWS for c in (("float64", True), ("float32", False))]
 

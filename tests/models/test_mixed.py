@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 MIXES = {
     "all": ["delta", "mamba", "kimi", "attention", "conv", "block"],
     "parallel": ["mamba", "parallel", "block", "conv"],
+    "fixed_decays": ["lightning", "attention", "lightning"],
+    "fixed_and_found_decays": ["lightning", "delta", "conv"],
     "no_attention": ["block", "mamba", "conv", "delta"],
     "convolutions": ["conv", "block", "conv"],
     "no_linear": ["attention", "block", "attention"],

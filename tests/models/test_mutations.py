@@ -19,15 +19,17 @@ from gapless.layers import (
     delta_net,
     grouped_moe,
     kda,
+    lightning,
     mla,
     moe,
     recurrence,
     short_conv,
     squared_relu_moe,
     ssm,
+    wide_norm_attention,
 )
 from gapless.layers.norm import RmsNorm
-from gapless.models import decoder, deepseek_v2, lfm2_moe
+from gapless.models import decoder, deepseek_v2, lfm2_moe, minimax, olmo_hybrid
 from gapless.ops import moe as moe_ops
 from gapless.ops.group_routing import reference as group_routing
 from gapless.ops.norm import rms_norm
@@ -295,10 +297,11 @@ def _gate_before_the_norm(patch: Patch) -> None:
 
 
 def _one_norm_for_all_groups(patch: Patch) -> None:
-    def normed(self: ssm.Mamba2, x: Tensor) -> Tensor:
-        return rms_norm(x, self._norm, self._eps)
-
-    patch.setattr(ssm.Mamba2, "_normed", normed)
+    honest = ssm.skip_gate_norm
+    patch.setattr(
+        ssm, "skip_gate_norm",
+        lambda *args, num_groups, **others: honest(*args, num_groups=1, **others),
+    )  # fmt: skip
 
 
 def _time_steps_without(bound: int, patch: Patch) -> None:
@@ -401,6 +404,72 @@ def _no_eps_beside_the_sum(patch: Patch) -> None:
     patch.setattr(lfm2_moe, "SUM_EPS", 1e-20)
 
 
+def _without_scale(op: Callable[..., Any], *args: Any, beta_scale: float) -> Any:
+    return op(*args)
+
+
+def _beta_below_one(patch: Patch) -> None:
+    honest = delta_net.delta_gates
+    patch.setattr(delta_net, "delta_gates", partial(_without_scale, honest))
+
+
+def _output_norm_with_the_models_eps(patch: Patch) -> None:
+    patch.setattr(olmo_hybrid, "OUTPUT_NORM_EPS", 1e-6)
+    patch.setattr(minimax, "OUTPUT_NORM_EPS", 1e-5)
+
+
+def _norms_before_attention(patch: Patch) -> None:
+    patch.setattr(olmo_hybrid, "_PostNormLayer", with_post_norm_names(decoder.DecoderLayer))
+
+
+def with_post_norm_names(kind: type[decoder.DecoderLayer]) -> type[decoder.DecoderLayer]:
+    honest = olmo_hybrid._PostNormLayer
+
+    class Layer(honest):  # type: ignore[valid-type, misc]
+        __call__ = kind.__call__
+
+    return Layer
+
+
+def _norm_of_each_head(patch: Patch) -> None:
+    def project(self: Any, x: Tensor) -> Tensor:
+        projected = attention.Attention.project(self, x)
+        *rows, v = projected.split([self._q_size, self._kv_size, self._kv_size], dim=-1)
+        normed = []
+        for row, weight in zip(rows, self._norms.weights, strict=True):
+            heads = row.unflatten(1, (-1, self._spec.head_dim))
+            one = torch.ones(self._spec.head_dim, dtype=weight.dtype)
+            normed.append(rms_norm(heads, one, self._eps).flatten(1) * weight)
+        return torch.cat((*normed, v), dim=-1)
+
+    patch.setattr(wide_norm_attention.WideNormAttention, "project", project)
+
+
+def _rows_of_heads_taken_for_kinds(patch: Patch) -> None:
+    patch.setattr(lightning.LightningAttention, "finalize", lambda self: None)
+
+
+def _decays_of_the_first_layer(patch: Patch) -> None:
+    honest = minimax._lightning
+    patch.setattr(minimax, "_lightning", lambda hf, index: honest(hf, 0))
+
+
+def _scaled_scores(patch: Patch) -> None:
+    honest = lightning.RecurrentInputs
+    patch.setattr(
+        lightning, "RecurrentInputs",
+        lambda q, *rest, scale: honest(q, *rest, scale=(q.shape[1] // 4) ** -0.5),
+    )  # fmt: skip
+
+
+def _residual_before_the_norm(patch: Patch) -> None:
+    patch.setattr(minimax._NormedResidualLayer, "__call__", decoder.DecoderLayer.__call__)
+
+
+def _eps_of_undivided_rows(patch: Patch) -> None:
+    patch.setattr(minimax._NormedResidualLayer, "divide_eps", lambda self, before, between: None)
+
+
 _scaled = partial(Case, dtype="float64", scaled=True)
 _default = partial(Case, dtype="float32", scaled=False)
 
@@ -461,6 +530,18 @@ MUTATIONS: list[tuple[Callable[[Patch], None], Case]] = [
     (_swapped_gates_of_the_convolution, _scaled("lfm2")),
     (_no_eps_beside_the_sum, _scaled("lfm2_moe")),
     (_bias_not_in_the_choice, _scaled("lfm2_moe")),
+    (_beta_below_one, _scaled("olmo_hybrid")),
+    (_output_norm_with_the_models_eps, _scaled("olmo_hybrid")),
+    (_norms_before_attention, _scaled("olmo_hybrid")),
+    (_norm_of_each_head, _scaled("olmo_hybrid")),
+    (_no_convolution_silu, _scaled("olmo_hybrid")),
+    (_output_norm_with_the_models_eps, _scaled("minimax")),
+    (_rows_of_heads_taken_for_kinds, _scaled("minimax")),
+    (_decays_of_the_first_layer, _scaled("minimax")),
+    (_scaled_scores, _scaled("minimax")),
+    (_residual_before_the_norm, _scaled("minimax")),
+    (_eps_of_undivided_rows, _scaled("minimax")),
+    (_no_factors, _scaled("minimax")),
 ]
 ALONE = sorted({case for _, case in MUTATIONS}, key=str)
 

@@ -264,6 +264,32 @@ MODELS = {
     ),
 }
 
+OLMO: dict[str, Any] = {
+    **{name: value for name, value in COMMON.items() if name != "head_dim"},
+    **DELTA_NET,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+MODELS |= {
+    "olmo_hybrid": _tiny("OlmoHybrid", OLMO, _rope(140_000.0)),
+    # layer 0 attends: transformers' positions start anew where it does not
+    "minimax": _tiny(
+        "MiniMax",
+        COMMON,
+        _rope(130_000.0),
+        num_hidden_layers=3,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        num_local_experts=NUM_EXPERTS,
+        block_size=16,
+        full_attn_alpha_factor=1.75,
+        full_attn_beta_factor=0.75,
+        linear_attn_alpha_factor=2.5,
+        linear_attn_beta_factor=1.25,
+        mlp_alpha_factor=0.625,
+        mlp_beta_factor=1.5,
+    ),
+}
+
 
 def build(name: str, *, scaled: bool, seed: int) -> tuple[Any, Any]:
     """Return a tiny model's transformers config and float32 model, in evaluation mode.
@@ -313,7 +339,23 @@ def spread(model: torch.nn.Module, generator: torch.Generator) -> None:
 def save(model: Any, directory: Path) -> Path:
     """Write a model as transformers does, one safetensors file, and return the directory."""
     model.save_pretrained(directory)
+    if model.config.model_type == "olmo_hybrid":
+        _split_convolutions(directory, model.config)
     return directory
+
+
+def _split_convolutions(directory: Path, config: Any) -> None:
+    """Cut OLMo Hybrid's convolutions into those of q, k and v: transformers cuts in equal parts."""
+    weights = stored_weights(directory)
+    key_size = config.linear_num_key_heads * config.linear_key_head_dim
+    value_size = config.linear_num_value_heads * config.linear_value_head_dim
+    prefixes = {name.removesuffix("q_conv1d.weight") for name in weights if "q_conv1d" in name}
+    for prefix in prefixes:
+        names = [f"{prefix}{kind}_conv1d.weight" for kind in "qkv"]
+        joined = torch.cat([weights[name] for name in names])
+        parts = joined.split([key_size, key_size, value_size])
+        weights |= {name: part.clone() for name, part in zip(names, parts, strict=True)}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def next_layer(model: Any, *, seed: int) -> Any:

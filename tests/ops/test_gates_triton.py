@@ -19,6 +19,11 @@ def test_delta_gates(tokens: int, heads: int) -> None:
     wanted = reference.delta_gates(b.double(), a.double(), dt_bias.double(), rate.double())
     for out, expected in zip(found, wanted, strict=True):
         torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=1e-12)
+    twice, same = triton.delta_gates(b, a, dt_bias, rate, beta_scale=2.0)
+    wanted_twice, _ = reference.delta_gates(b, a, dt_bias, rate, beta_scale=2.0)
+    torch.testing.assert_close(twice, wanted_twice, rtol=2e-6, atol=1e-12)
+    assert (twice > 1).any(), "a scale of 2 shows"
+    assert torch.equal(same, found[1])
 
 
 def test_decay_keeps_its_digits_far_from_zero() -> None:

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from gapless.core.architecture import Recurrence
 from gapless.ops.linear_chunk import (
     ChunkIndices,
+    PieceRoom,
+    RoundIndices,
     chunk_prefill,
+    piece_arrays,
+    piece_indices,
     plan_chunks,
-    plan_waves,
-    wave_arrays,
-    wave_indices,
 )
 from tests.ops.step_recurrence import (
     KEY_DIM,
@@ -85,13 +86,17 @@ def indices_of(
     final_rows: list[int],
     cuts: list[list[int]] | None = None,
     cut_rows: list[list[int]] | None = None,
+    room: PieceRoom | None = None,
 ) -> ChunkIndices:
     """Plan segments; turn the plans and the rows of the segments into tensors."""
-    plan, waves = plan_chunks(lengths, chunk, cuts), plan_waves(lengths, chunk, cuts)
+    plan = plan_chunks(lengths, chunk, cuts)
     cut_rows = cut_rows or [[] for _ in lengths]
-    arrays = wave_arrays(waves, init_rows=init_rows, final_rows=final_rows, cut_rows=cut_rows)
+    arrays = piece_arrays(
+        lengths, chunk, init_rows=init_rows, final_rows=final_rows,
+        cuts=cuts, cut_rows=cut_rows, room=room,
+    )  # fmt: skip
     rows = [cut_rows[plan.order[cut.place]][cut.number] for cut in plan.cuts]
-    return ChunkIndices(
+    rounds = RoundIndices(
         gather=torch.from_numpy(plan.gather),
         scatter=torch.from_numpy(plan.scatter),
         active=plan.active,
@@ -100,8 +105,9 @@ def indices_of(
         num_cuts=plan.num_cuts,
         cut_places=torch.tensor([cut.place for cut in plan.cuts], dtype=torch.int64),
         cut_rows=torch.tensor(rows, dtype=torch.int64),
-        waves=wave_indices({k: torch.from_numpy(v) for k, v in arrays.items()}, waves),
     )
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return ChunkIndices(chunk, piece_indices(tensors), rounds)
 
 
 def run(case: Case, recurrence: Recurrence, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,7 +122,8 @@ def call(
     x: Inputs, checkpoint: torch.Tensor, indices: ChunkIndices, recurrence: Recurrence
 ) -> torch.Tensor:
     """Call the op on the tokens that the indices speak of."""
-    num_tokens = len(indices.scatter)
+    assert indices.rounds is not None
+    num_tokens = len(indices.rounds.scatter)
     return chunk_prefill(
         x.q[:num_tokens],
         x.k[:num_tokens],

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from gapless.ops.moe import mix_experts, reference
+from gapless.ops.squared_relu_moe import reference as squared_relu_moe
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,6 +94,23 @@ def test_mix_agrees_with_float64(
     out = path(name)(*inputs)
     assert out.dtype is dtype
     close(out, reference.mix_experts(*wide(inputs)), tolerance)
+
+
+@pytest.mark.parametrize("tokens", [1, 21])
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize("name", PATHS)
+def test_mix_without_gates_agrees_with_float64(
+    name: str, dtype: torch.dtype, tolerance: float, tokens: int
+) -> None:
+    x, weights, experts, gate_up, down = draw_mix(tokens, dtype)
+    live = torch.ones(tokens, dtype=torch.bool, device=DEVICE)
+    live[1:3] = False
+    inputs = [x, weights, experts, gate_up[:, :SIZE].contiguous(), down]
+    out = path(name)(*inputs, live=live)
+    assert out.dtype is dtype
+    wanted = squared_relu_moe.mix_experts(*wide(inputs), live=live)
+    close(out, wanted, 2 * tolerance)
+    assert wanted.abs().max() > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from dataclasses import replace
 
 import pytest
@@ -111,6 +112,21 @@ def test_every_rank_has_the_sum_in_the_order_of_ranks(
             assert torch.equal(term, kept)
 
 
+def test_a_rank_that_is_one_call_ahead_overwrites_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gapless.ops.peer_sum import triton
+
+    monkeypatch.setattr(triton, "POLLS_PER_LOOK", 2)
+    ranks = Ranks(2)
+    first, second = ranks.mailboxes
+    ranks.is_stopped.fill_(1)
+    own, other, following = (torch.full((10,), value, device=DEVICE) for value in (1.0, 2.0, 30.0))
+    # the second rank has sent, and is slow to look at what came
+    triton.peer_sum(other, replace(second, num_calls=second.num_calls.clone()))
+    assert torch.equal(triton.peer_sum(own, first), own + other)
+    triton.peer_sum(following, first)
+    assert torch.equal(triton.peer_sum(other, second), own + other)
+
+
 def test_messages_that_are_not_served() -> None:
     x = torch.zeros(4, 6, dtype=torch.bfloat16)
     assert is_served(x, 12)
@@ -131,6 +147,8 @@ def sum_often(rank: int, entries: list[torch.Tensor], result: torch.Tensor) -> N
     torch.set_num_threads(1)
     mailboxes = make_mailboxes(len(entries), entries, torch.zeros(1, dtype=torch.int32))[rank]
     for call in range(result.shape[1]):
+        # the other rank is early, and must not take what it finds from two calls before
+        time.sleep(0.03 * rank)
         term = torch.full((7,), float(10 * call + rank))
         result[rank, call] = triton.peer_sum(term, mailboxes)
 

@@ -74,15 +74,21 @@ def sequence(tokens: Sequence[int], slot: int, pages: tuple[int, ...] | None = N
 class Rig:
     """Float64, reference path; every launch is guarded against hidden synchronisation."""
 
-    def __init__(self, checkpoint: Path | None, **options: Any) -> None:
+    def __init__(
+        self, checkpoint: Path | None, *, prefill_buckets: tuple[int, ...] = (), **options: Any
+    ) -> None:
+        """Args: prefill_buckets: tokens that prefill chunks are padded to, as on a GPU."""
         defaults = {
             "model": None if checkpoint is None else str(checkpoint), "dtype": "float64",
             "max_running_requests": NUM_SLOTS, "page_size": PAGE_SIZE,
             "max_model_len": PAGES_PER_SLOT * PAGE_SIZE,
         }  # fmt: skip
         recipe = decide(EngineOptions.from_dict(defaults | options))
-        sizes = {"num_state_rows": NUM_ROWS, "num_pages": SPARE_PAGE + 4}
-        recipe = replace(recipe, config=replace(recipe.config, **sizes))
+        sizes = {
+            "num_state_rows": NUM_ROWS, "num_pages": SPARE_PAGE + 4,
+            "prefill_buckets": prefill_buckets,
+        }  # fmt: skip
+        recipe = replace(recipe, config=replace(recipe.config, **sizes))  # type: ignore[arg-type]
         self.runner = build(recipe, 0, Alone())
         self.device: Device = self.runner.device
         self.hidden = torch.empty(0)

@@ -12,7 +12,6 @@ import torch
 from gapless import LLM, ConfigError, SamplingParams
 from gapless.assets import demo_checkpoint
 from gapless.attention.reference import ReferenceAttention
-from gapless.core.parallel import latent_of_rank
 from gapless.runner.plan_stream import PlanStream
 from tests.attention.fake_flashinfer import FakeModule, fake_backend
 from tests.engine_fixtures import runner_of
@@ -56,9 +55,7 @@ def plain(checkpoint: Path) -> tuple[list[tuple[int, ...]], dict[str, Any]]:
 def _over_fake(monkeypatch: pytest.MonkeyPatch) -> None:
     def make(name: str, *, layers: Any, dtype: str, **sizes: Any) -> Any:
         wanted = {key: sizes[key] for key in ("page_size", "max_len", "max_rows")}
-        return fake_backend(
-            monkeypatch, spec=latent_of_rank(layers[0], 1), dtype=vars(torch)[dtype], **wanted
-        )
+        return fake_backend(monkeypatch, spec=layers[0], dtype=vars(torch)[dtype], **wanted)
 
     monkeypatch.setattr("gapless.runner.device.make_backend", make)
     make_late(monkeypatch)
@@ -129,8 +126,9 @@ class TreeCopies(ReferenceAttention):
 def _with_tree_copies(monkeypatch: pytest.MonkeyPatch) -> list[TreeCopies]:
     made: list[TreeCopies] = []
 
-    def make(name: str, *, page_size: int, max_len: int, device: str, **rest: Any) -> TreeCopies:
-        made.append(TreeCopies(page_size=page_size, max_len=max_len, device=device))
+    def make(name: str, *, max_rows: int, has_tree: bool, **sizes: Any) -> TreeCopies:
+        assert has_tree
+        made.append(TreeCopies(**sizes))
         return made[-1]
 
     honest = PlanStream.run

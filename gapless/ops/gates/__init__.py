@@ -22,13 +22,15 @@ def delta_gates(
     a: Tensor,  # [T, HV]
     dt_bias: Tensor,  # [HV] acc dtype
     neg_decay_rate: Tensor,  # [HV] acc dtype, -exp(A_log)
+    *,
+    beta_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # [T, HV] acc dtype each
     """Return beta and the log decay of the delta rules. Contract: `reference.delta_gates`."""
     if b.is_cuda and dt_bias.dtype == torch.float32:
         from gapless.ops.gates import triton
 
-        return triton.delta_gates(b, a, dt_bias, neg_decay_rate)
-    return reference.delta_gates(b, a, dt_bias, neg_decay_rate)
+        return triton.delta_gates(b, a, dt_bias, neg_decay_rate, beta_scale=beta_scale)
+    return reference.delta_gates(b, a, dt_bias, neg_decay_rate, beta_scale=beta_scale)
 
 
 def sigmoid_gate(

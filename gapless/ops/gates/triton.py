@@ -22,6 +22,8 @@ def delta_gates(
     a: Tensor,  # [T, HV], heads contiguous
     dt_bias: Tensor,  # [HV] float32
     neg_decay_rate: Tensor,  # [HV] float32
+    *,
+    beta_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # [T, HV] float32 each
     """Return beta and the log decay; see the reference."""
     assert b.stride(1) == a.stride(1) == 1, "heads are contiguous"
@@ -32,7 +34,7 @@ def delta_gates(
     block_tokens = max(1, TILE_LEN // block_heads)
     _delta_gates_kernel[(triton.cdiv(num_tokens, block_tokens),)](
         b, a, dt_bias, neg_decay_rate, beta, log_decay,
-        num_tokens, b.stride(0), a.stride(0),
+        num_tokens, b.stride(0), a.stride(0), beta_scale,
         HEADS=heads, BLOCK_TOKENS=block_tokens, BLOCK_HEADS=block_heads, **chained(b),
     )  # fmt: skip
     return beta, log_decay

@@ -7,15 +7,17 @@ definition otherwise, which is logged once per reason. The choice reads shapes o
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 from gapless.ops.linear_chunk import fla, reference
 from gapless.ops.linear_chunk.indices import ChunkPlan, Cut, plan_chunks
-from gapless.ops.linear_chunk.reference import ChunkIndices
-from gapless.ops.linear_chunk.waves import WavePlan, plan_waves, wave_arrays, wave_indices
+from gapless.ops.linear_chunk.pieces import PieceIndices, PieceRoom, piece_arrays, piece_indices
+from gapless.ops.linear_chunk.reference import RoundIndices
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from gapless.core.architecture import Recurrence
@@ -24,15 +26,36 @@ __all__ = [
     "ChunkIndices",
     "ChunkPlan",
     "Cut",
-    "WavePlan",
+    "PieceIndices",
+    "PieceRoom",
+    "RoundIndices",
     "chunk_prefill",
+    "kernels_lack",
+    "piece_arrays",
+    "piece_indices",
     "plan_chunks",
-    "plan_waves",
-    "wave_arrays",
-    "wave_indices",
 ]
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ChunkIndices:
+    """One packing of segments, in the form that each implementation reads."""
+
+    chunk: int
+    """Most tokens of a chunk."""
+    pieces: PieceIndices
+    """For the kernels."""
+    rounds: RoundIndices | None
+    """For the torch definition; None where the kernels serve every layer."""
+
+
+def kernels_lack(
+    dtype: torch.dtype, key_dim: int, chunk: int, recurrence: Recurrence
+) -> str | None:
+    """Return what of a layer the kernels for CUDA do not serve, None if they serve it."""
+    return fla.unsupported(dtype, key_dim, chunk, recurrence)
 
 
 def chunk_prefill(
@@ -50,19 +73,21 @@ def chunk_prefill(
 ) -> Tensor:  # [T, HV, V] in q's dtype
     """Return the outputs of all packed tokens; write states at the cuts and each final state.
 
-    Contract and formulas: `reference.chunk_prefill`.
+    Contract and formulas: `reference.chunk_prefill`. No segment may write a row that another one
+    starts from.
     """
     if q.is_cuda:
-        reason = fla.unsupported(q, indices.gather.shape[1], recurrence)
+        reason = kernels_lack(q.dtype, q.shape[2], indices.chunk, recurrence)
         if reason is None:
             assert beta is not None, "a delta rule has beta"
             return fla.chunk_prefill(
-                q, k, v, beta, log_decay, checkpoint, indices.waves,
+                q, k, v, beta, log_decay, checkpoint, indices.pieces,
                 recurrence=recurrence, l2norm_eps=l2norm_eps, scale=scale,
             )  # fmt: skip
         _log_fallback(reason)
+    assert indices.rounds is not None, "the torch definition reads rounds"
     return reference.chunk_prefill(
-        q, k, v, beta, log_decay, checkpoint, indices,
+        q, k, v, beta, log_decay, checkpoint, indices.rounds,
         recurrence=recurrence, l2norm_eps=l2norm_eps, scale=scale,
     )  # fmt: skip
 

@@ -1,8 +1,9 @@
-"""Chunked prefill of the delta rules on fla-core's Triton kernels, in waves (`waves.py`).
+"""Chunked prefill of the delta rules: fla-core's Triton kernels within chunks, `scan.py` over them.
 
 The package's own entry points would derive chunk numbers in every layer, copy them to the device
 and wait, and fix the normalisation's epsilon. So the functions below them are called, which take
-all of that as arguments; they are those of version 0.6, and no other version is accepted.
+all of that as arguments; they are those of version 0.6, and no other version is accepted. Nothing
+here depends on how segments lie but tensors of fixed shapes, so a call can be captured.
 """
 
 from __future__ import annotations
@@ -14,14 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from gapless.core.architecture import Recurrence
-from gapless.ops.linear_chunk.waves import Wave, WaveIndices, run_waves
+from gapless.ops.linear_chunk.scan import scan_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
-    Scan = Callable[[Wave, Tensor], tuple[Tensor, Tensor]]
+    from gapless.ops.linear_chunk.pieces import PieceIndices
 
 CHUNK = 64
 _VERSION = "0.6"
@@ -42,16 +41,16 @@ def _missing() -> str | None:
     return None
 
 
-def unsupported(q: Tensor, chunk: int, recurrence: Recurrence) -> str | None:
-    """Return why the kernels cannot serve a layer, None if they can; the shapes alone decide."""
+def unsupported(dtype: torch.dtype, key_dim: int, chunk: int, recurrence: Recurrence) -> str | None:
+    """Return why the kernels cannot serve a layer, None if they can."""
     if recurrence is Recurrence.MAMBA2:
         return "Mamba-2"
-    if q.dtype not in _ACTIVATIONS:
-        return f"{q.dtype}, whose products would be TF32"
+    if dtype not in _ACTIVATIONS:
+        return f"{dtype}, whose products would be TF32"
     if chunk != CHUNK:
         return f"chunks of {chunk} tokens, want {CHUNK}"
-    if q.shape[2] > _MAX_KEY_DIM:
-        return f"key dim {q.shape[2]}, want at most {_MAX_KEY_DIM}"
+    if key_dim > _MAX_KEY_DIM:
+        return f"key dim {key_dim}, want at most {_MAX_KEY_DIM}"
     return _missing()
 
 
@@ -62,39 +61,31 @@ def chunk_prefill(
     beta: Tensor,  # [T, HV]
     log_decay: Tensor,  # [T, HV, Kd]
     checkpoint: Tensor,  # [rows, HV, V, K]
-    indices: WaveIndices,
+    indices: PieceIndices,
     *,
     recurrence: Recurrence,
     l2norm_eps: float | None,
     scale: float,
 ) -> Tensor:  # [T, HV, V] in q's dtype
-    """Do what `reference.chunk_prefill` does, without a sync.
+    """Do what `reference.chunk_prefill` does, without a sync; tokens of no segment get anything.
 
     Products are of q's type, accumulated in float32; states between chunks are float32, and the
     copies of them that outputs are read from are of q's type. q, k and v may be views whose last
-    two axes are contiguous.
+    two axes are contiguous. No segment may write a row that another one starts from.
     """
-    if l2norm_eps is None:
-        q, k = _placed(q, indices.gather), _placed(k, indices.gather)
-    else:
-        q, k = normalized(q, k, indices.gather, eps=l2norm_eps)
-    v, beta, log_decay = (_placed(x, indices.gather) for x in (v, beta, log_decay))
-    inputs = (q[None], k[None], v[None], beta[None])
+    q, k = (q.contiguous(), k.contiguous()) if l2norm_eps is None else normalized(q, k, l2norm_eps)
+    inputs = (q, k, v.contiguous(), beta.contiguous())
     if recurrence is Recurrence.KIMI_DELTA:
-        scan = _kimi_delta(*inputs, log_decay[None], indices, scale)
-    else:
-        scan = _gated_delta(*inputs, log_decay[None, :, :, 0], indices, scale)
-    return run_waves(scan, checkpoint, indices, acc=torch.float32)
+        return _kimi_delta(*inputs, log_decay.contiguous(), checkpoint, indices, scale)
+    return _gated_delta(*inputs, log_decay[:, :, 0].contiguous(), checkpoint, indices, scale)
 
 
 def normalized(
     q: Tensor,  # [T, H, K]
     k: Tensor,  # [T, H, K]
-    gather: Tensor | None,  # [T] int64
-    *,
     eps: float,
 ) -> tuple[Tensor, Tensor]:  # [T, H, K] each, contiguous
-    """Return x * rsqrt(sum(x^2) + eps) of both, of the gathered tokens; one launch, float32 sums.
+    """Return x * rsqrt(sum(x^2) + eps) of both; one launch, float32 sums.
 
     The last two axes are contiguous, as in a view of q, k and v side by side.
     """
@@ -107,22 +98,17 @@ def normalized(
         for x in (q, k)
     )
     _normalize_kernel[-(-num_tokens // _NORM_TOKENS), num_heads](
-        q, k, q_out, k_out, gather, eps, num_tokens, q.stride(0), k.stride(0),
+        q, k, q_out, k_out, eps, num_tokens, q.stride(0), k.stride(0),
         H=num_heads, K=key_dim, BT=_NORM_TOKENS, BK=1 << (key_dim - 1).bit_length(),
-        HAS_GATHER=gather is not None,
     )  # fmt: skip
     return q_out, k_out
 
 
-def _placed(x: Tensor, gather: Tensor | None) -> Tensor:
-    return x.contiguous() if gather is None else x.index_select(0, gather)
-
-
 def _gated_delta(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, indices: WaveIndices, scale: float
-) -> Scan:
-    """Solve all chunks; return what runs the states through one wave. g: [1, T, HV]."""
-    from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, checkpoint: Tensor,
+    indices: PieceIndices, scale: float,
+) -> Tensor:  # fmt: skip
+    """g: [T, HV]."""
     from fla.ops.common.chunk_o import chunk_fwd_o
     from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
     from fla.ops.utils import chunk_local_cumsum
@@ -130,50 +116,32 @@ def _gated_delta(
 
     pieces = {"cu_seqlens": indices.bounds, "chunk_indices": indices.chunks, "chunk_size": CHUNK}
     # the kernels' exponentials are powers of two
-    g = chunk_local_cumsum(g, scale=RCP_LN2, **pieces)
-    w, u, _ = chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=g, beta=beta, **pieces)
-
-    def scan(wave: Wave, states: Tensor) -> tuple[Tensor, Tensor]:
-        h, d, after = chunk_gated_delta_rule_fwd_h(
-            k=k, w=w, u=u, g=g, initial_state=states, output_final_state=True, state_v_first=True,
-            cu_seqlens=wave.bounds, chunk_indices=wave.chunks, chunk_offsets=wave.chunk_starts,
-            chunk_size=CHUNK,
-        )  # fmt: skip
-        out = chunk_fwd_o(
-            q=q, k=k, v=d, h=h, g=g, scale=scale, state_v_first=True,
-            cu_seqlens=indices.bounds, chunk_indices=wave.chunks, chunk_size=CHUNK,
-        )  # fmt: skip
-        return out[0, wave.places], after
-
-    return scan
+    g = chunk_local_cumsum(g[None], scale=RCP_LN2, **pieces)
+    w, u, _ = chunk_gated_delta_rule_fwd_intra(k=k[None], v=v[None], g=g, beta=beta[None], **pieces)
+    h, d = scan_chunks(k, w[0], u[0], g[0], checkpoint, indices, chunk=CHUNK)
+    out: Tensor = chunk_fwd_o(
+        q=q[None], k=k[None], v=d[None], h=h[None], g=g, scale=scale, state_v_first=True, **pieces
+    )
+    return out[0]
 
 
 def _kimi_delta(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, indices: WaveIndices, scale: float
-) -> Scan:
-    """Solve all chunks; return what runs the states through one wave. g: [1, T, HV, K]."""
-    from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, checkpoint: Tensor,
+    indices: PieceIndices, scale: float,
+) -> Tensor:  # fmt: skip
+    """g: [T, HV, K]."""
     from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
     from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
     from fla.ops.utils import chunk_local_cumsum
     from fla.ops.utils.constant import RCP_LN2
 
     pieces = {"cu_seqlens": indices.bounds, "chunk_indices": indices.chunks, "chunk_size": CHUNK}
-    g = chunk_local_cumsum(g, scale=RCP_LN2, **pieces)
+    g = chunk_local_cumsum(g[None], scale=RCP_LN2, **pieces)
     w, u, _, decayed_k, pair_q, _ = chunk_kda_fwd_intra(
-        q=q, k=k, v=v, gk=g, beta=beta, scale=scale, **pieces
+        q=q[None], k=k[None], v=v[None], gk=g, beta=beta[None], scale=scale, **pieces
     )
-
-    def scan(wave: Wave, states: Tensor) -> tuple[Tensor, Tensor]:
-        h, d, after = chunk_gated_delta_rule_fwd_h(
-            k=decayed_k, w=w, u=u, gk=g, initial_state=states, output_final_state=True,
-            state_v_first=True, cu_seqlens=wave.bounds, chunk_indices=wave.chunks,
-            chunk_offsets=wave.chunk_starts, chunk_size=CHUNK,
-        )  # fmt: skip
-        out = chunk_gla_fwd_o_gk(
-            q=q, v=d, g=g, A=pair_q, h=h, scale=scale, state_v_first=True,
-            cu_seqlens=indices.bounds, chunk_indices=wave.chunks, chunk_size=CHUNK,
-        )  # fmt: skip
-        return out[0, wave.places], after
-
-    return scan
+    h, d = scan_chunks(decayed_k[0], w[0], u[0], g[0], checkpoint, indices, chunk=CHUNK)
+    out: Tensor = chunk_gla_fwd_o_gk(
+        q=q[None], v=d[None], g=g, A=pair_q, h=h[None], scale=scale, state_v_first=True, **pieces
+    )
+    return out[0]

@@ -32,7 +32,7 @@ class ChunkPlan(NamedTuple):
     gather: np.ndarray
     """[C, chunk] int64: packed token of every place; T, the number of tokens, for padding."""
     scatter: np.ndarray
-    """[T] int64: place in the flattened chunks of every packed token."""
+    """[T] int64: place in the flattened chunks of every packed token; 0 for those of no segment."""
     cuts: list[Cut]
     """All cuts, by round."""
 
@@ -44,7 +44,11 @@ class ChunkPlan(NamedTuple):
 
 
 def plan_chunks(
-    lengths: Sequence[int], chunk: int, cuts: Sequence[Sequence[int]] | None = None
+    lengths: Sequence[int],
+    chunk: int,
+    cuts: Sequence[Sequence[int]] | None = None,
+    *,
+    num_tokens: int | None = None,
 ) -> ChunkPlan:
     """Lay segments of the given lengths, packed one after another, into chunks of `chunk` places.
 
@@ -53,9 +57,10 @@ def plan_chunks(
     Args:
         cuts: per segment, numbers of its tokens, ascending, 1 to its length, after which a chunk
             must end, which may then be shorter than the others.
+        num_tokens: T, where tokens of no segment follow; else the segments' own.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
-    total = int(sizes.sum())
+    total = int(sizes.sum()) if num_tokens is None else num_tokens
     starts = np.cumsum(sizes) - sizes
     cuts = cuts or [()] * len(sizes)
     ends = [_chunk_ends(size, chunk, own) for size, own in zip(lengths, cuts, strict=True)]
@@ -72,7 +77,7 @@ def plan_chunks(
     offset = begin[:, None] + np.arange(chunk, dtype=np.int64)
     is_token = offset < end[:, None]
     gather = np.where(is_token, starts[segment][:, None] + offset, total)
-    scatter = np.empty(total, dtype=np.int64)
+    scatter = np.zeros(total, dtype=np.int64)
     scatter[gather[is_token]] = np.flatnonzero(is_token)
     found = [
         Cut(ends[i].index(cut), place, number)

@@ -27,19 +27,17 @@ from gapless.core.architecture import Recurrence
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gapless.ops.linear_chunk.waves import WaveIndices
-
 NEG_INF = float("-inf")
 
 
 @dataclass(frozen=True)
-class ChunkIndices:
+class RoundIndices:
     """Where packed tokens lie in chunks (`plan_chunks`), and each segment's state rows."""
 
     gather: Tensor
     """[C, chunk] int64: packed token of every place; T for padding."""
     scatter: Tensor
-    """[T] int64: place in the flattened chunks of every packed token."""
+    """[T] int64: place in the flattened chunks of every packed token, any one for padding."""
     active: tuple[int, ...]
     """Segments still running in round j; the chunks are ordered by (round, segment)."""
     init_rows: Tensor
@@ -52,8 +50,6 @@ class ChunkIndices:
     """[N] int64: segments, as numbered in that order, whose state to store, round by round."""
     cut_rows: Tensor
     """[N] int64: checkpoint row of each."""
-    waves: WaveIndices
-    """The same segments, rows and cuts for kernels that yield states at ends only."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,7 @@ def chunk_prefill(
     beta: Tensor | None,  # [T, HV], after the sigmoid; None for Mamba-2
     log_decay: Tensor,  # [T, HV, Kd], at most 0; Kd is 1 or K
     checkpoint: Tensor,  # [rows, HV, V, K] state dtype
-    indices: ChunkIndices,
+    indices: RoundIndices,
     *,
     recurrence: Recurrence,
     l2norm_eps: float | None,
@@ -186,7 +182,7 @@ def _run_rounds(
     terms: _Terms,
     states: Tensor,  # [S, HV, V, K]
     checkpoint: Tensor,
-    indices: ChunkIndices,
+    indices: RoundIndices,
 ) -> tuple[Tensor, Tensor]:  # d and (q exp G) S^T, [M, chunk, V] each
     """Carry the states through their chunks, in place, and store them at the cuts."""
     num_heads = states.shape[1]

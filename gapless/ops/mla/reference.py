@@ -57,7 +57,8 @@ def prefill_latent_attention(
 ) -> Tensor:  # [T, H, R] in q's dtype
     """Return causal attention of packed segments; a segment's last query sees all its entries.
 
-    Segments cover q in order, without gaps. Softmax in at least float32.
+    Segments cover q from its first token on, without gaps; padding after them gives zeros. Softmax
+    in at least float32.
     """
     parts = []
     for q_start, q_end, kv_start, kv_end in segments:
@@ -74,7 +75,8 @@ def prefill_latent_attention(
             enable_gqa=True,
         )
         parts.append(out[0, ..., :value_dim].transpose(0, 1))
-    return torch.cat(parts).to(q.dtype)
+    padding = q[sum(len(part) for part in parts) :, :, :value_dim]
+    return torch.cat([*parts, torch.zeros_like(padding)]).to(q.dtype)
 
 
 def _entries(pool: Tensor, kv_read: Tensor, dtype: torch.dtype) -> Tensor:

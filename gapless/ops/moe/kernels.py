@@ -56,8 +56,14 @@ def _route_kernel(
 
 
 @triton.jit
-def _gated(b_gate, b_up):
-    return b_gate / (1.0 + tl.exp(-b_gate)) * b_up
+def _activated(b_first, b_up, NUM_PARTS: tl.constexpr):
+    """Gate by SiLU, or square what is positive of the only part."""
+    if NUM_PARTS == 2:
+        b_hidden = b_first / (1.0 + tl.exp(-b_first)) * b_up
+    else:
+        b_first = tl.maximum(b_first, 0.0)
+        b_hidden = b_first * b_first
+    return b_hidden
 
 
 @triton.jit
@@ -98,6 +104,7 @@ def _gathered_up_kernel(
     BLOCK_I: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     HAS_LIVE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -121,7 +128,7 @@ def _gathered_up_kernel(
     o_d = tl.arange(0, BLOCK_D)[None, :]
     m_i = (o_i < INNER)[:, None]
     expert = tl.load(experts + i_pair)
-    p_gate = gate_up + expert * (2 * INNER * D) + o_i[:, None] * D + o_d
+    p_gate = gate_up + expert * (NUM_PARTS * INNER * D) + o_i[:, None] * D + o_d
     p_up = p_gate + INNER * D
     p_x = x + (i_token * stride_x + o_d)
     if STAGES == 1:
@@ -132,11 +139,12 @@ def _gathered_up_kernel(
     for i_d in tl.range(0, D, BLOCK_D, num_stages=STAGES):
         m_d = i_d + o_d < D
         b_w = tl.load(p_gate + i_d, mask=m_i & m_d, other=0.0, eviction_policy="evict_first")
-        b_v = tl.load(p_up + i_d, mask=m_i & m_d, other=0.0, eviction_policy="evict_first")
         b_x = tl.load(p_x + i_d, mask=m_d, other=0.0).to(tl.float32)
+        if NUM_PARTS == 2:
+            b_v = tl.load(p_up + i_d, mask=m_i & m_d, other=0.0, eviction_policy="evict_first")
+            b_up += b_v.to(tl.float32) * b_x
         b_gate += b_w.to(tl.float32) * b_x
-        b_up += b_v.to(tl.float32) * b_x
-    b_hidden = _gated(tl.sum(b_gate, axis=1), tl.sum(b_up, axis=1))
+    b_hidden = _activated(tl.sum(b_gate, axis=1), tl.sum(b_up, axis=1), NUM_PARTS)
     p_hidden = hidden + i_pair * INNER + o_i
     tl.store(p_hidden, b_hidden.to(hidden.dtype.element_ty), mask=o_i < INNER)
 
@@ -281,6 +289,7 @@ def _grouped_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Some hidden features of a tile of pairs, stored in the sorted order."""
@@ -293,7 +302,7 @@ def _grouped_up_kernel(
     b_token = tl.load(order + o_m, mask=m_m, other=0) // K
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     p_x = x + b_token.to(tl.int64)[:, None] * stride_x
-    p_gate = gate_up + expert.to(tl.int64) * (2 * INNER * D) + o_n[None, :] * D
+    p_gate = gate_up + expert.to(tl.int64) * (NUM_PARTS * INNER * D) + o_n[None, :] * D
     b_gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     b_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i_d in range(0, D, BLOCK_K):
@@ -301,10 +310,11 @@ def _grouped_up_kernel(
         b_x = tl.load(p_x + o_d[None, :], mask=m_m[:, None] & (o_d < D)[None, :], other=0.0)
         mask = (o_d < D)[:, None] & (o_n < INNER)[None, :]
         b_w = tl.load(p_gate + o_d[:, None], mask=mask, other=0.0)
-        b_v = tl.load(p_gate + INNER * D + o_d[:, None], mask=mask, other=0.0)
         b_gate = tl.dot(b_x, b_w, b_gate, input_precision=PRECISION)
-        b_up = tl.dot(b_x, b_v, b_up, input_precision=PRECISION)
-    b_hidden = _gated(b_gate, b_up).to(hidden.dtype.element_ty)
+        if NUM_PARTS == 2:
+            b_v = tl.load(p_gate + INNER * D + o_d[:, None], mask=mask, other=0.0)
+            b_up = tl.dot(b_x, b_v, b_up, input_precision=PRECISION)
+    b_hidden = _activated(b_gate, b_up, NUM_PARTS).to(hidden.dtype.element_ty)
     p_hidden = hidden + o_m.to(tl.int64)[:, None] * INNER + o_n[None, :]
     tl.store(p_hidden, b_hidden, mask=m_m[:, None] & (o_n < INNER)[None, :])
 

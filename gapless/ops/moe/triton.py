@@ -118,13 +118,13 @@ def mix_experts(
     x: Tensor,  # [T, D], rows may be strided
     weights: Tensor,  # [T, k] float32
     experts: Tensor,  # [T, k] int64
-    gate_up: Tensor,  # [E, 2 I, D]
+    gate_up: Tensor,  # [E, 2 I, D], or [E, I, D] of experts without gates
     down: Tensor,  # [E, D, I]
     *,
     live: Tensor | None = None,  # [T] bool
     extra: tuple[Tensor, Tensor] | None = None,  # [T, D], [T, 1]
 ) -> Tensor:  # [T, D] in x's dtype
-    """See `mix_experts` of the package."""
+    """See `mix_experts` of the package; without gates, that of `squared_relu_moe`."""
     mix = mix_gathered if experts.numel() <= GATHERED_PAIRS else mix_grouped
     return mix(x, weights, experts, gate_up, down, live=live, extra=extra)
 
@@ -166,6 +166,7 @@ def mix_gathered(
         BLOCK_I=block_up,
         BLOCK_D=min(tiling.block_k, triton.next_power_of_2(size)),
         STAGES=tiling.up_stages,
+        NUM_PARTS=num_parts(gate_up, down),
         HAS_LIVE=has_live,
         num_warps=tiling.up_warps,
         **chained(x),
@@ -256,6 +257,7 @@ def mix_grouped(
         x.stride(0),
         K=num_active,
         BLOCK_N=tiling.block_up,
+        NUM_PARTS=num_parts(gate_up, down),
         **sizes,
     )
     _grouped_down_kernel[triton.cdiv(size, tiling.block_down), num_tiles](
@@ -280,6 +282,14 @@ def mix_grouped(
         **chained(x),
     )
     return out
+
+
+def num_parts(up: Tensor, down: Tensor) -> int:
+    """Return 2 for a gate and an up of each hidden feature, 1 for an up alone."""
+    parts, rest = divmod(up.shape[1], down.shape[2])
+    assert not rest, "rows are whole parts"
+    assert parts in (1, 2), "hidden features have a gate or have none"
+    return parts
 
 
 def _alive(live: Tensor | None, stand_in: Tensor) -> tuple[Tensor, bool]:

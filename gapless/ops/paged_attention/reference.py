@@ -44,7 +44,8 @@ def prefill_attention(
 ) -> Tensor:  # [T, H, D] in q's dtype
     """Return causal attention of packed segments; a segment's last query sees all its keys.
 
-    Segments cover q in order, without gaps. Softmax in at least float32.
+    Segments cover q from its first token on, without gaps; padding after them gives zeros. Softmax
+    in at least float32.
     """
     parts = []
     for q_start, q_end, kv_start, kv_end in segments:
@@ -57,7 +58,8 @@ def prefill_attention(
             wide, keys, values, attn_mask=mask, is_causal=is_whole, scale=scale, enable_gqa=True
         )
         parts.append(out[0].transpose(0, 1))
-    return torch.cat(parts).to(q.dtype)
+    padding = q[sum(len(part) for part in parts) :]
+    return torch.cat([*parts, torch.zeros_like(padding)]).to(q.dtype)
 
 
 def _aligned_to_end(num_queries: int, num_keys: int, device: torch.device) -> Tensor:

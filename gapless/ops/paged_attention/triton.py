@@ -34,6 +34,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 LOG2_E = 1.4426950408889634
 # rows of the smallest matrix product
 MIN_ROWS = 16
+# no token, and no key
+EMPTY_TILE = (0, 0, 0, -1)
 
 
 @dataclass(frozen=True)
@@ -187,12 +189,13 @@ def tree_arguments(tree: TreeMask | None, positions: Tensor) -> tuple[Tensor, Te
 def prefill_tiles(
     segments: Sequence[tuple[int, int, int, int]],  # (q_start, q_end, kv_start, kv_end) each
     num_tokens: int,  # of a tile
+    count: int | None = None,  # tiles to return, empty ones after those of the segments
 ) -> np.ndarray:  # [tiles, 4] int32: first token, token after the last, kv_start, offset
     """Cut segments into tiles, those with most keys first.
 
     Token t of a tile sees the flat reads `kv_start` to `t + offset`, both included.
     """
-    parts = []
+    parts = [np.zeros((0, 4), np.int64)]
     for q_start, q_end, kv_start, kv_end in segments:
         begin = np.arange(q_start, q_end, num_tokens)
         end = np.minimum(begin + num_tokens, q_end)
@@ -200,7 +203,10 @@ def prefill_tiles(
         parts.append(np.stack([begin, end, *constant], axis=1))
     tiles = np.concatenate(parts)
     num_keys = tiles[:, 1] + tiles[:, 3] - tiles[:, 2]
-    return tiles[np.argsort(-num_keys, kind="stable")].astype(np.int32)
+    tiles = tiles[np.argsort(-num_keys, kind="stable")]
+    if count is not None:
+        tiles = np.concatenate([tiles, np.tile(EMPTY_TILE, (count - len(tiles), 1))])
+    return tiles.astype(np.int32)
 
 
 def paged_prefill_attention(

@@ -1,6 +1,7 @@
 """Weighted sum of chosen experts without gates.
 
-There is no kernel: CUDA tensors run on the torch definition too, which is logged once.
+CUDA tensors go to the kernels of gated experts, which leave out the gate, where those serve them,
+and to the torch definition otherwise, which is logged once per reason.
 """
 
 from __future__ import annotations
@@ -30,10 +31,17 @@ def mix_experts(
 ) -> Tensor:  # [T, D] in x's dtype
     """Return the weighted sum of every token's experts. Contract: `reference.mix_experts`."""
     if x.is_cuda:
-        _log_slow_path()
+        from gapless.ops.moe import triton
+
+        reason = triton.unsupported_mix(x, weights)
+        if reason is None:
+            # ids of a sort are views of wider rows
+            weights, experts = weights.contiguous(), experts.contiguous()
+            return triton.mix_experts(x, weights, experts, up, down, live=live)
+        _log_fallback(reason)
     return reference.mix_experts(x, weights, experts, up, down, live=live)
 
 
 @cache
-def _log_slow_path() -> None:
-    _logger.info("experts without gates run on torch operations: there is no kernel for them")
+def _log_fallback(reason: str) -> None:
+    _logger.info("experts without gates run on torch operations: no kernel for %s", reason)

@@ -1,4 +1,4 @@
-"""Mixture of experts without gates; the definition, and the path of every device.
+"""Mixture of experts without gates; the definition, and the CPU path.
 
     y = sum_{e chosen} w_e down_e(relu(up_e(x)) ** 2)
 

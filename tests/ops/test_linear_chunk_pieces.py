@@ -1,0 +1,256 @@
+"""Prefill in pieces: the plan, the scan of states on their rows, and who is asked to run it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from itertools import product
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gapless.core.architecture import Recurrence
+from gapless.ops import linear_chunk
+from gapless.ops.linear_chunk import PieceRoom, fla, piece_arrays, reference
+from tests.ops.fla_stand_ins import STAND_INS
+from tests.ops.step_recurrence import SCALE, l2norm_eps, same_bits
+from tests.ops.test_linear_chunk import CUTS, LENGTHS, indices_of, make_case, segments_and_cuts
+
+Drawn = tuple[list[int], list[list[int]]]
+# two cases that differ in everything, and all others
+UNCUT: list[list[int]] = [[] for _ in LENGTHS]
+FAST = [(Recurrence.GATED_DELTA, CUTS, None), (Recurrence.KIMI_DELTA, UNCUT, 7)]
+SCANS = [
+    pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
+    for case in product(
+        (Recurrence.GATED_DELTA, Recurrence.KIMI_DELTA), (CUTS, UNCUT), (None, 0, 7)
+    )
+]
+
+
+def arrays_of(
+    lengths: list[int], cuts: list[list[int]], chunk: int, room: PieceRoom | None = None
+) -> dict[str, np.ndarray]:
+    """Number initial rows from 0 on, final rows, then cut rows, from 100 on."""
+    rows = iter(range(100, 1000))
+    final_rows, cut_rows = [next(rows) for _ in lengths], [[next(rows) for _ in c] for c in cuts]
+    return piece_arrays(
+        lengths, chunk, init_rows=range(len(lengths)), final_rows=final_rows,
+        cuts=cuts, cut_rows=cut_rows, room=room,
+    )  # fmt: skip
+
+
+@given(segments_and_cuts(), st.sampled_from([1, 3, 16]))
+def test_plan_equals_cutting_one_token_at_a_time(drawn: Drawn, chunk: int) -> None:
+    lengths, cuts = drawn
+    found = arrays_of(lengths, cuts, chunk)
+    final = iter(range(100, 1000))
+    final_rows = [next(final) for _ in lengths]
+    rows, bounds, chunks, firsts, segments, token = [], [0], [], [], [0], 0
+    for s, (length, own) in enumerate(zip(lengths, cuts, strict=True)):
+        # a state is wanted after each cut, and at the end, be it once more
+        for size, row in zip(
+            np.diff([0, *own, length]), [*(next(final) for _ in own), final_rows[s]], strict=True
+        ):
+            firsts.append(len(chunks))
+            chunks += [[len(rows), i] for i in range(-(-int(size) // chunk))]
+            token += int(size)
+            bounds.append(token)
+            rows.append(row)
+        segments.append(len(rows))
+    assert found["piece_bounds"].tolist() == bounds
+    assert found["piece_chunks"].tolist() == chunks
+    assert found["piece_firsts"].tolist() == firsts
+    assert found["piece_rows"].tolist() == rows
+    assert found["segment_pieces"].tolist() == segments
+    assert found["piece_init_rows"].tolist() == list(range(len(lengths)))
+    assert all(array.dtype == np.int64 for array in found.values())
+
+
+@given(segments_and_cuts(), st.sampled_from([1, 3, 16]), st.integers(0, 9))
+def test_padding_changes_shapes_alone(drawn: Drawn, chunk: int, spare: int) -> None:
+    lengths, cuts = drawn
+    exact = arrays_of(lengths, cuts, chunk)
+    room = PieceRoom(256 + spare, len(lengths) + spare, len(exact["piece_rows"]) + spare)
+    padded = arrays_of(lengths, cuts, chunk, room)
+    empty = arrays_of([], [], chunk, room)
+    assert {n: a.shape for n, a in padded.items()} == {n: a.shape for n, a in empty.items()}
+    for name, array in exact.items():
+        assert padded[name].dtype == array.dtype
+        assert padded[name][: len(array)].tolist() == array.tolist()
+    bounds = padded["piece_bounds"]
+    assert bounds[-1] == bounds[-2] == room.tokens, "the last piece is empty, within the tokens"
+    spare_chunks = padded["piece_chunks"][len(exact["piece_chunks"]) :]
+    assert (spare_chunks == [len(bounds) - 2, 0]).all()
+    assert (np.diff(padded["segment_pieces"][len(lengths) :]) == 0).all()
+    # what a program of a real segment goes through
+    assert (padded["piece_firsts"][: len(exact["piece_firsts"])] == exact["piece_firsts"]).all()
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for the package's kernels, which need a GPU."""
+    for name, functions in STAND_INS.items():
+        module = ModuleType(name)
+        vars(module).update(functions)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("recurrence", "cuts", "spare"), SCANS)
+def test_scan_equals_the_definition(
+    recurrence: Recurrence, cuts: list[list[int]], spare: int | None
+) -> None:
+    case = make_case(recurrence, torch.float32)
+    final_rows = [2 * s + 1 for s in range(len(LENGTHS))]
+    # segment 2 starts and ends in its row; nobody starts from those of the cuts
+    final_rows[2] = 4
+    cut_rows = [[13 + 8 * s + i for i in range(len(own))] for s, own in enumerate(cuts)]
+    more = torch.full((50, *case.checkpoint.shape[1:]), float("nan"))
+    checkpoint = torch.cat([case.checkpoint, more])
+    exact = indices_of(LENGTHS, 64, case.init_rows, final_rows, cuts, cut_rows)
+    wanted_rows, rows = checkpoint.clone(), checkpoint.clone()
+    arguments: dict[str, Any] = {
+        "recurrence": recurrence, "l2norm_eps": l2norm_eps(recurrence), "scale": SCALE,
+    }  # fmt: skip
+    assert exact.rounds is not None
+    wanted = reference.chunk_prefill(
+        *case.inputs.args, wanted_rows, exact.rounds, **arguments
+    )  # fmt: skip
+    args, pieces, total = case.inputs.args, exact.pieces, sum(LENGTHS)
+    if spare is not None:
+        room = PieceRoom(total + spare, len(LENGTHS) + spare, len(pieces.rows) + spare)
+        pieces = indices_of(LENGTHS, 64, case.init_rows, final_rows, cuts, cut_rows, room).pieces
+        args = tuple(_with_nan(x, spare) for x in args if x is not None)
+    out = fla.chunk_prefill(*args, rows, pieces, **arguments)  # type: ignore[arg-type]
+    torch.testing.assert_close(out[:total], wanted, rtol=2e-5, atol=2e-5)
+    written = [*final_rows, *(row for own in cut_rows for row in own)]
+    torch.testing.assert_close(rows[written], wanted_rows[written], rtol=2e-5, atol=2e-5)
+    others = [row for row in range(len(rows)) if row not in written]
+    assert same_bits(rows[others], checkpoint[others])
+
+
+def _with_nan(x: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.cat([x, x.new_full((count, *x.shape[1:]), float("nan"))])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("kernels")
+def test_states_may_be_narrow() -> None:
+    case = make_case(Recurrence.GATED_DELTA, torch.float32)
+    final_rows = [2 * s + 1 for s in range(len(LENGTHS))]
+    indices = indices_of(LENGTHS, 64, case.init_rows, final_rows)
+    checkpoint = case.checkpoint.half()
+    fla.chunk_prefill(
+        *case.inputs.args, checkpoint, indices.pieces,  # type: ignore[arg-type]
+        recurrence=Recurrence.GATED_DELTA, l2norm_eps=1e-2, scale=SCALE,
+    )  # fmt: skip
+    found = checkpoint[final_rows].double().numpy()
+    np.testing.assert_allclose(found, case.states, rtol=2e-2, atol=2e-2)
+
+
+# the interpreter truncates to bfloat16, so the half type that it rounds to stands for both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("key_dim", [64, 80])
+def test_normalized_reads_views(*, dtype: torch.dtype, key_dim: int) -> None:
+    num_tokens, num_heads, eps = 21, 3, 1e-2
+    size = num_heads * key_dim
+    mixed = torch.randn(num_tokens, 2 * size + 8).to(dtype)
+    q, k = (mixed[:, i * size : (i + 1) * size].view(-1, num_heads, key_dim) for i in range(2))
+    for x, out in zip((q, k), fla.normalized(q, k, eps), strict=True):
+        source = x.double()
+        wanted = source * (source.square().sum(-1, keepdim=True) + eps).rsqrt()
+        rtol = 2e-6 if dtype is torch.float32 else 2**-10
+        torch.testing.assert_close(out.double(), wanted, rtol=rtol, atol=2**-24)
+        assert out.dtype is dtype
+        assert out.is_contiguous()
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Pretend that a version of fla-core is installed; the choice is made afresh."""
+    fla._missing.cache_clear()
+    linear_chunk._log_fallback.cache_clear()
+
+    def set_version(found: str) -> None:
+        monkeypatch.setattr(fla, "version", lambda name: {"fla-core": found}[name])
+
+    yield set_version
+    fla._missing.cache_clear()
+    linear_chunk._log_fallback.cache_clear()
+
+
+def on_cuda(dtype: torch.dtype = torch.bfloat16, key_dim: int = 128) -> Any:
+    return SimpleNamespace(is_cuda=True, dtype=dtype, shape=(10, 2, key_dim))
+
+
+def dispatch(
+    monkeypatch: pytest.MonkeyPatch, q: Any, recurrence: Recurrence, chunk: int = 64
+) -> str:
+    """Return which implementation is called."""
+    for module in (fla, reference):
+        name = module.__name__.rpartition(".")[2]
+        monkeypatch.setattr(module, "chunk_prefill", lambda *_, name=name, **__: name)
+    indices: Any = SimpleNamespace(chunk=chunk, pieces=None, rounds=())
+    rest: Any = (q, q, q, q, q)
+    found: Any = linear_chunk.chunk_prefill(
+        q, *rest, indices, recurrence=recurrence, l2norm_eps=1e-6, scale=1.0
+    )
+    return str(found)
+
+
+@pytest.mark.parametrize(
+    ("q", "recurrence", "chunk", "reason"),
+    [
+        (on_cuda(), Recurrence.GATED_DELTA, 64, None),
+        (on_cuda(torch.float16), Recurrence.KIMI_DELTA, 64, None),
+        (on_cuda(), Recurrence.MAMBA2, 64, "Mamba-2"),
+        (on_cuda(torch.float32), Recurrence.GATED_DELTA, 64, "torch.float32"),
+        (on_cuda(key_dim=512), Recurrence.GATED_DELTA, 64, "key dim 512, want at most 256"),
+        (on_cuda(), Recurrence.GATED_DELTA, 16, "chunks of 16 tokens, want 64"),
+        (SimpleNamespace(is_cuda=False), Recurrence.GATED_DELTA, 64, ""),
+    ],
+)
+def test_serves_what_it_can(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    installed: Any,
+    q: Any,
+    recurrence: Recurrence,
+    chunk: int,
+    reason: str | None,
+) -> None:
+    installed("0.6.0")
+    found = dispatch(monkeypatch, q, recurrence, chunk)
+    assert found == ("fla" if reason is None else "reference")
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (1 if reason else 0)
+    assert all(reason in message for message in messages if reason)
+
+
+@pytest.mark.parametrize("found", [None, "0.5.1", "0.7.0"])
+def test_what_is_missing_is_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    installed: Any,
+    found: str | None,
+) -> None:
+    if found is not None:
+        installed(found)
+    else:
+
+        def missing(name: str) -> str:
+            raise fla.PackageNotFoundError(name)
+
+        monkeypatch.setattr(fla, "version", missing)
+    for _ in range(3):
+        assert dispatch(monkeypatch, on_cuda(), Recurrence.GATED_DELTA) == "reference"
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert (found or "not installed") in record.getMessage()
+    assert "pip install 'gapless[cuda]'" in record.getMessage()
