@@ -134,15 +134,26 @@ def tokens_of(llm: LLM, way: str, asked: list[list[int]]) -> list[tuple[int, ...
 
 def blocking_calls(llm: LLM, way: str, ids: list[int]) -> int:
     """Count the calls by which the host waits in one prompt's prefill, in one chunk."""
-    llm.engine.flush_cache()
-    llm.engine.submit("counted", ids, SamplingParams(temperature=0.0, max_tokens=1))
-    with count_calls() as nothing:
-        pass
-    with WAYS[way](), count_calls() as counts:
-        llm.engine.step()
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    with WAYS[way]():
+        # memory is there when it counts
+        llm.engine.flush_cache()
+        llm.generate(ids, params)
+        llm.engine.flush_cache()
+        llm.engine.submit("counted", ids, params)
+        with count_calls() as nothing:
+            _finish()
+        with count_calls() as counts:
+            llm.engine.step()
+            _finish()
     while llm.engine.has_work:
         llm.engine.step()
     return sum((counts.blocking - nothing.blocking).values())
+
+
+def _finish() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def check(llm: LLM, config: dict[str, Any] = MODEL, lengths: tuple[int, ...] = LENGTHS) -> Rows:

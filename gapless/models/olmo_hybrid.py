@@ -20,7 +20,7 @@ from gapless.models.decoder import Decoder, DecoderLayer, head_rules
 from gapless.models.feed_forward import dense_mlps
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from torch import Tensor
 
@@ -141,7 +141,7 @@ class _PostNormLayer(DecoderLayer):
 def _renamed(
     found: dict[str, Target],
     prefix: str,
-    names: dict[str, tuple[str, ...]],
+    names: Mapping[str, tuple[str, ...]],
     stored_names: Collection[str],
 ) -> dict[str, Target]:
     """Rename a layer's norms to the first of their names that the files hold."""

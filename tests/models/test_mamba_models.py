@@ -62,6 +62,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2 with the size as it is": ("lfm2", {"block_auto_adjust_ff_dim": False}),
     "lfm2_moe without a sum": ("lfm2_moe", {"norm_topk_prob": False}),
+    "olmo_hybrid without positions": (
+        "olmo_hybrid",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+    ),
+    "olmo_hybrid with plain betas": (
+        "olmo_hybrid",
+        {"linear_allow_neg_eigval": False, "attention_bias": True},
+    ),
+    "minimax of one factor": ("minimax", {"mlp_alpha_factor": 1, "linear_attn_beta_factor": 1}),
     "nemotron_h without groups": ("nemotron_h", {"n_group": 1, "norm_topk_prob": False}),
 }
 
@@ -161,6 +170,16 @@ def test_falcon_defaults(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
     assert {factor for scale in spec.weight_scales for factor in scale.factors} == {1.0}
 
 
+def test_minimax_rotates_as_many_channels_as_its_authors_key_says(
+    checkpoint_of: CheckpointOf, tmp_path: Path
+) -> None:
+    source = checkpoint_of("minimax", False)
+    for changes, wanted in (({}, 32), ({"rotary_dim": 16}, 16)):
+        (attention,) = read(source, tmp_path, **changes).attention_layers
+        assert isinstance(attention, AttentionSpec)
+        assert attention.rotary_dim == wanted
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "error", "words"),
     [
@@ -179,6 +198,11 @@ def test_falcon_defaults(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
         ("nemotron_h", {"layers_block_type": []}, ModelError, "has no layer"),
         ("nemotron_h", {"layers_block_type": ["conv"]}, ModelError, "has 'conv'"),
         ("nemotron_h", {"n_groups": 4}, ModelError, "want a multiple of n_groups"),
+        ("minimax", {"sliding_window": 32}, UnsupportedModel, "sliding_window is 32, want null"),
+        ("minimax", {"mlp_alpha_factor": 0}, UnsupportedModel, "mlp_alpha_factor is 0"),
+        ("minimax", {"layer_types": None}, ModelError, "layer_types is missing"),
+        ("minimax", {"num_experts_per_tok": 9}, ModelError, "at most num_local_experts"),
+        ("olmo_hybrid", {"linear_num_value_heads": 3}, ModelError, "want a multiple of"),
         ("lfm2_moe", {"use_expert_bias": False}, UnsupportedModel, "use_expert_bias is false"),
         ("lfm2_moe", {"num_experts_per_tok": 9}, ModelError, "at most num_experts"),
     ],

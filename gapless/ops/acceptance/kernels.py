@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gapless.ops.chaining import await_inputs
 from gapless.ops.draft_tree.kernels import _depths, _highest
 
 
@@ -77,7 +78,9 @@ def _settle_windows_kernel(
     STOPS: tl.constexpr,
     BLOCK_W: tl.constexpr,
     HAS_FORCED: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    await_inputs(CHAINED)
     i_row = tl.program_id(0).to(tl.int64)
     o_w = tl.arange(0, BLOCK_W)
     slot = tl.load(slots + i_row)
@@ -133,7 +136,9 @@ def _settle_trees_kernel(
     STOPS: tl.constexpr,
     BLOCK_W: tl.constexpr,
     HAS_FORCED: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    await_inputs(CHAINED)
     i_row = tl.program_id(0).to(tl.int64)
     o_w = tl.arange(0, BLOCK_W).to(tl.int64)
     m_w = o_w < W

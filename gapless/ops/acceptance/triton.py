@@ -9,6 +9,7 @@ import triton
 
 from gapless.ops.acceptance.kernels import _settle_trees_kernel, _settle_windows_kernel
 from gapless.ops.acceptance.reference import AcceptColumns, Settled, SettledTrees
+from gapless.ops.chaining import chained
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +56,7 @@ def settle_windows(
         BLOCK_W=triton.next_power_of_2(window),
         HAS_FORCED=forced is not None,
         num_warps=1,
+        **chained(slots),
     )
     return out
 
@@ -109,5 +111,6 @@ def settle_trees(
         BLOCK_W=triton.next_power_of_2(window),
         HAS_FORCED=forced is not None,
         num_warps=1,
+        **chained(slots),
     )
     return out

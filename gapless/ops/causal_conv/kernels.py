@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gapless.ops.chaining import await_inputs
+
 
 @triton.jit
 def _weights(weight, i_first, C: tl.constexpr, WIDTH: tl.constexpr, BLOCK_C: tl.constexpr):
@@ -45,8 +47,10 @@ def _causal_conv_kernel(
     BLOCK_C: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_SILU: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """A program owns some channels of some tokens; neighbours find each other's rows in cache."""
+    await_inputs(CHAINED)
     o_t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     o_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     m_t, m_c = o_t < num_tokens, o_c < C
@@ -83,8 +87,10 @@ def _convolve_window_kernel(
     BLOCK_C: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_SILU: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """A program owns some channels of one row's window: it reads what only itself writes."""
+    await_inputs(CHAINED)
     i_first = tl.program_id(1) * W
     o_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     m_c = o_c < C

@@ -8,6 +8,7 @@ import torch
 import triton
 
 from gapless.ops.causal_conv.kernels import _causal_conv_kernel, _convolve_window_kernel
+from gapless.ops.chaining import chained
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,6 +55,7 @@ def causal_conv(
             HAS_BIAS=bias is not None,
             IS_SILU=activation == "silu",
             num_warps=4,
+            **chained(source),
         )
     return out
 
@@ -96,6 +98,7 @@ def convolve_window(
         HAS_BIAS=bias is not None,
         IS_SILU=activation == "silu",
         num_warps=1,
+        **chained(inputs),
     )
     return out
 

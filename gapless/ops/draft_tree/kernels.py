@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gapless.ops.chaining import await_inputs
+
 
 @triton.jit
 def _depths(b_bits, o_node):
@@ -31,8 +33,10 @@ def _compact_kernel(
     W: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """A program owns some channels of one layer of one row, and loads all that it will store."""
+    await_inputs(CHAINED)
     i_layer = tl.program_id(1).to(tl.int64)
     i_row = tl.program_id(2)
     o_w = tl.arange(0, BLOCK_W)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
+from gapless.ops.chaining import chained
 from gapless.ops.draft_tree.kernels import _compact_kernel
 
 if TYPE_CHECKING:
@@ -43,4 +44,5 @@ def compact(pools: Sequence[Tensor], read: Tensor, write: Tensor) -> None:
             BLOCK_W=triton.next_power_of_2(window),
             BLOCK_C=block_c,
             num_warps=4,
+            **chained(pool),
         )

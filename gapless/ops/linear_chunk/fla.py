@@ -89,6 +89,7 @@ def normalized(
 
     The last two axes are contiguous, as in a view of q, k and v side by side.
     """
+    from gapless.ops.chaining import chained
     from gapless.ops.linear_chunk.kernels import _normalize_kernel
 
     num_tokens, num_heads, key_dim = q.shape
@@ -100,6 +101,7 @@ def normalized(
     _normalize_kernel[-(-num_tokens // _NORM_TOKENS), num_heads](
         q, k, q_out, k_out, eps, num_tokens, q.stride(0), k.stride(0),
         H=num_heads, K=key_dim, BT=_NORM_TOKENS, BK=1 << (key_dim - 1).bit_length(),
+        **chained(q),
     )  # fmt: skip
     return q_out, k_out
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gapless.ops.chaining import await_inputs
+
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _normalize_kernel(
@@ -20,7 +22,9 @@ def _normalize_kernel(
     K: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    await_inputs(CHAINED)
     # a program owns (token block, head); offsets of long prompts pass 2^31
     token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     head = tl.program_id(1)
@@ -62,7 +66,9 @@ def _scan_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     IS_PER_CHANNEL: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    await_inputs(CHAINED)
     # a program owns (block of value channels, segment and head); the state is kept as [K, V], so
     # that the product which adds to it does so in place
     i_segment = tl.program_id(1) // HV

@@ -49,6 +49,7 @@ def scan_chunks(
     are float32 from chunk to chunk; products are of k's type, those of float32 in IEEE arithmetic.
     No segment may write a row that another one starts from.
     """
+    from gapless.ops.chaining import chained
     from gapless.ops.linear_chunk.kernels import _scan_kernel
 
     (num_tokens, heads, value_dim), key_dim = u.shape, k.shape[2]
@@ -65,5 +66,6 @@ def scan_chunks(
         H=k.shape[1], HV=heads, K=key_dim, V=value_dim, BT=chunk,
         BK=max(16, 1 << (key_dim - 1).bit_length()), BV=tiling.block_v,
         IS_PER_CHANNEL=g.dim() == 3, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        **chained(k),
     )  # fmt: skip
     return h, d

@@ -29,6 +29,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gapless.ops.chaining import await_inputs
+
 
 @triton.jit
 def _decay(x):
@@ -183,14 +185,13 @@ def _token_weights_kernel(
     HAS_DELTA: tl.constexpr,
     IS_PER_CHANNEL: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    IS_DEPENDED_ON: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Weights of a window of one token: fp32 sums, keys in tiles of KB channels.
 
     KB is what 8 threads load: sums over K are taken within a thread, and at the end over 8 lanes.
     """
-    if IS_DEPENDED_ON:
-        tl.extra.cuda.gdc_launch_dependents()
+    await_inputs(CHAINED)
     first_head, i_row = tl.program_id(0) * HEADS, tl.program_id(1).to(tl.int64)
     i_key_head = first_head // (HV // H)
     o_n, o_k = tl.arange(0, NP), tl.arange(0, KB)
@@ -335,14 +336,13 @@ def _window_weights_kernel(
     IS_PER_CHANNEL: tl.constexpr,
     HAS_NORM: tl.constexpr,
     SPLIT_X: tl.constexpr,
-    IS_DEPENDED_ON: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Weights of a window of 2 to 16 tokens, a chain or a tree, on matrix units.
 
     The vectors `x` [XP, K] stand in the columns' order: keys, then queries.
     """
-    if IS_DEPENDED_ON:
-        tl.extra.cuda.gdc_launch_dependents()
+    await_inputs(CHAINED)
     i_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_key_head = i_head // (HV // H)
     COLUMNS: tl.constexpr = 2 * W if HAS_DELTA else W
@@ -475,11 +475,10 @@ def _fold_weights_kernel(
     SIZE: tl.constexpr,
     IS_PER_CHANNEL: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    IS_DEPENDED_ON: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Records that hold a fold alone."""
-    if IS_DEPENDED_ON:
-        tl.extra.cuda.gdc_launch_dependents()
+    await_inputs(CHAINED)
     i_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _fold_weights(
         records + (i_row * HV + i_head) * SIZE, k_ring, g_ring, ring_read + i_row * N,
@@ -646,14 +645,13 @@ def _fold_stream_kernel(
     KB: tl.constexpr,
     SIZE: tl.constexpr,
     IS_PER_CHANNEL: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Fold the masked prefix of the ring into another row, or the same."""
     i_head, i_row = tl.program_id(0) // (V // BV), tl.program_id(1).to(tl.int64)
     o_v = tl.program_id(0) % (V // BV) * BV + tl.arange(0, BV)
     read_row, out_row = tl.load(read_rows + i_row), tl.load(out_rows + i_row)
-    if IS_DEPENDENT:
-        tl.extra.cuda.gdc_wait()
+    await_inputs(CHAINED)
     p_state = checkpoint + (read_row * HV + i_head) * (V * K)
     p_out = checkpoint + (out_row * HV + i_head) * (V * K)
     _store_fold(
@@ -694,7 +692,7 @@ def _stream_kernel(
     IS_PER_CHANNEL: tl.constexpr,
     HAS_DOTS: tl.constexpr,  # matrix units, NP at least 16; else plain fp32 sums
     SPLIT_STATE: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Every column of BV value channels, out of one pass over their state; and the fold."""
     i_head, i_row = tl.program_id(0) // (V // BV), tl.program_id(1).to(tl.int64)
@@ -717,10 +715,9 @@ def _stream_kernel(
     p_value = v + i_row * v_stride + i_head * V + o_v
     for j in tl.static_range(W):
         values = values + (tl.load(p_value + j * v_token_stride),)
-    if IS_DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        if HAS_DOTS:
-            tiles = _held(tiles)
+    await_inputs(CHAINED)
+    if CHAINED and HAS_DOTS:
+        tiles = _held(tiles)
 
     record = records + (i_row * HV + i_head) * SIZE
     p_ring, p_u = record + COLUMNS * K, record + COLUMNS * (K + NP)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
 from gapless.core.architecture import Recurrence
+from gapless.ops.chaining import chained
 from gapless.ops.linear_replay.kernels import (
     _fold_stream_kernel,
     _fold_weights_kernel,
@@ -112,12 +112,11 @@ def replay_window(
     ring_read, ring_write = indices.ring_read.contiguous(), indices.ring_write.contiguous()
     fold_mask = indices.fold_mask.contiguous().view(torch.uint8)
     zero_entry = memory.d_ring.shape[0] - 1
-    has_overlap = _has_overlap(q.device)
     weighed = (records, memory.k_ring, memory.g_ring, ring_read, ring_write, fold_mask)
     numbers = (zero_entry, scale, 0.0 if l2norm_eps is None else l2norm_eps)
     settings = shape.settings() | {
         "HAS_DELTA": beta is not None, "HAS_NORM": l2norm_eps is not None,
-        "IS_DEPENDED_ON": has_overlap, "num_warps": launch.weights_warps,
+        "num_warps": launch.weights_warps, **chained(q),
     }  # fmt: skip
     gates = (q if beta is None else beta, log_decay)
     if width == 1:
@@ -143,8 +142,7 @@ def replay_window(
         **shape.settings() | shape.tile(block_v),
         W=width, XP=max(8, 1 << (columns - 1).bit_length()), HAS_DELTA=beta is not None,
         HAS_DOTS=launch.has_dots, SPLIT_STATE=state.dtype is torch.float32,
-        IS_DEPENDENT=has_overlap, launch_pdl=has_overlap,
-        num_warps=launch.num_warps, maxnreg=launch.max_registers,
+        **chained(q), num_warps=launch.num_warps, maxnreg=launch.max_registers,
     )  # fmt: skip
     return out
 
@@ -171,18 +169,17 @@ def materialize(
     rows, device = len(ring_read), ring_read.device
     records = torch.empty((rows, value_heads, shape.size), dtype=torch.float32, device=device)
     ring_read, mask = ring_read.contiguous(), mask.contiguous().view(torch.uint8)
-    has_overlap = _has_overlap(device)
     _fold_weights_kernel[value_heads, rows](
         records, memory.k_ring, memory.g_ring, ring_read, mask,
         0.0 if l2norm_eps is None else l2norm_eps,
-        **shape.settings(), KB=32, HAS_NORM=l2norm_eps is not None, IS_DEPENDED_ON=has_overlap,
+        **shape.settings(), KB=32, HAS_NORM=l2norm_eps is not None, **chained(ring_read),
         num_warps=MATERIALIZE.weights_warps,
     )  # fmt: skip
     block_v = min(MATERIALIZE.block_v, value_dim)
     _fold_stream_kernel[value_heads * (value_dim // block_v), rows](
         records, memory.checkpoint, memory.d_ring, memory.k_ring, ring_read, mask,
         read_rows, out_rows, **shape.settings() | shape.tile(block_v),
-        IS_DEPENDENT=has_overlap, launch_pdl=has_overlap, num_warps=MATERIALIZE.num_warps,
+        **chained(ring_read), num_warps=MATERIALIZE.num_warps,
     )  # fmt: skip
 
 
@@ -224,12 +221,6 @@ class _Shape:
         """Return the constants of the kernels that read the state, tiles being 128 bytes wide."""
         state = self.memory.checkpoint
         return {"V": state.shape[2], "BV": block_v, "KB": 128 // state.element_size()}
-
-
-@cache
-def _has_overlap(device: torch.device) -> bool:
-    """Return whether a kernel can be launched before the one that it waits for has ended."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _inner_contiguous(x: Tensor, num_axes: int) -> Tensor:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gapless.ops.chaining import await_inputs
 from gapless.ops.paged_attention.kernels import _sees_node, _split_len
 
 
@@ -108,7 +109,9 @@ def _window_kernel(
     MAX_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
     HAS_TREE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    await_inputs(CHAINED)
     # queries of one row that do not fit one program come next to each other, for the L2 cache
     i_tile = tl.program_id(0)
     i_split = tl.program_id(1)
@@ -241,7 +244,9 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    await_inputs(CHAINED)
     p_tile = tiles + tl.program_id(1) * 4
     token_start = tl.load(p_tile)
     token_end = tl.load(p_tile + 1)

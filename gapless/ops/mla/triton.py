@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
+from gapless.ops.chaining import chained
 from gapless.ops.mla.kernels import _prefill_kernel, _window_kernel
 from gapless.ops.paged_attention.kernels import _window_combine_kernel
 from gapless.ops.paged_attention.triton import (
@@ -130,6 +131,7 @@ def paged_window_latent_attention(
         BLOCK_N=tiling.block_n,
         HAS_TREE=tree is not None,
         num_warps=tiling.num_warps,
+        **chained(q),
         num_stages=tiling.num_stages,
         **channels,
         **shared,
@@ -149,6 +151,7 @@ def paged_window_latent_attention(
             HEAD_DIM=value_dim,
             BLOCK_D=block_d,
             num_warps=4,
+            **chained(q),
             **shared,
         )
     return out
@@ -186,6 +189,7 @@ def paged_prefill_latent_attention(
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
         num_warps=tiling.num_warps,
+        **chained(q),
         num_stages=tiling.num_stages,
         **channels,
     )

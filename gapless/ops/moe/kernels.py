@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gapless.ops.chaining import await_inputs, prefetch
+from gapless.ops.chaining import await_inputs
 
 NO_EXPERT = tl.constexpr(2**31 - 1)
 
@@ -84,12 +84,6 @@ def _extra_term(extra, extra_gate, i_token, o_d, stride_extra, stride_gate, D: t
 
 
 @triton.jit
-def _some_expert(pointer, E: tl.constexpr):
-    """Return what stands at `pointer`, brought within the experts that there are."""
-    return tl.minimum(tl.maximum(tl.load(pointer), 0), E - 1)
-
-
-@triton.jit
 def _gathered_up_kernel(
     x,
     experts,
@@ -99,7 +93,6 @@ def _gathered_up_kernel(
     stride_x,
     D: tl.constexpr,
     INNER: tl.constexpr,
-    E: tl.constexpr,
     K: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -109,17 +102,9 @@ def _gathered_up_kernel(
     CHAINED: tl.constexpr,
 ):
     """Some hidden features of one pair."""
+    await_inputs(CHAINED)
     i_pair = tl.program_id(1).to(tl.int64)
     i_token = i_pair // K
-    if CHAINED:
-        # what stands there may be an earlier step's: right or not, it costs a read at most
-        near = gate_up + _some_expert(experts + i_pair, E) * (2 * INNER * D)
-        near += tl.program_id(0) * (BLOCK_I * D)
-        num_bytes: tl.constexpr = BLOCK_I * D * gate_up.dtype.element_ty.primitive_bitwidth // 8
-        end = gate_up + E * (2 * INNER * D)
-        prefetch(near, end, num_bytes)
-        prefetch(near + INNER * D, end, num_bytes)
-    await_inputs(CHAINED)
     # one is known when compiling, the other is not
     if HAS_LIVE:  # noqa: SIM102
         if tl.load(live + i_token) == 0:
@@ -163,7 +148,6 @@ def _gathered_down_kernel(
     stride_gate,
     D: tl.constexpr,
     INNER: tl.constexpr,
-    E: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -173,17 +157,11 @@ def _gathered_down_kernel(
     CHAINED: tl.constexpr,
 ):
     """Some output features of one token, all of its experts added up."""
+    await_inputs(CHAINED)
     i_token = tl.program_id(1).to(tl.int64)
     o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     o_k = tl.arange(0, BLOCK_K)
     p_out = out + i_token * D + o_d
-    if CHAINED:
-        num_bytes: tl.constexpr = BLOCK_D * INNER * down.dtype.element_ty.primitive_bitwidth // 8
-        for i_k in tl.static_range(K):
-            near = down + _some_expert(experts + i_token * K + i_k, E) * (D * INNER)
-            near += tl.program_id(0) * (BLOCK_D * INNER)
-            prefetch(near, down + E * (D * INNER), num_bytes)
-    await_inputs(CHAINED)
     # one is known when compiling, the other is not
     if HAS_LIVE:  # noqa: SIM102
         if tl.load(live + i_token) == 0:

@@ -145,7 +145,7 @@ def mix_gathered(
     num_tokens, num_active = experts.shape
     if tiling is None:
         tiling = GATHERED_ONE_TOKEN if num_tokens == 1 else GATHERED
-    num_experts, size, inner = down.shape
+    _, size, inner = down.shape
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     if not num_tokens:
         return out
@@ -161,7 +161,6 @@ def mix_gathered(
         x.stride(0),
         D=size,
         INNER=inner,
-        E=num_experts,
         K=num_active,
         BLOCK_I=block_up,
         BLOCK_D=min(tiling.block_k, triton.next_power_of_2(size)),
@@ -183,7 +182,6 @@ def mix_gathered(
         *_extra_strides(extra),
         D=size,
         INNER=inner,
-        E=num_experts,
         K=num_active,
         BLOCK_K=block_active,
         # as much as registers hold: all of a token's experts are loaded together

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gapless.ops.chaining import await_inputs
+
 # split lengths are multiples of this many positions
 SPLIT_GRAIN = tl.constexpr(64)
 
@@ -105,7 +107,9 @@ def _window_kernel(
     MAX_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
     HAS_TREE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    await_inputs(CHAINED)
     i_split = tl.program_id(0)
     i_kv_head = tl.program_id(1) % KV_HEADS
     i_tile = tl.program_id(1) // KV_HEADS
@@ -229,7 +233,9 @@ def _window_combine_kernel(
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    await_inputs(CHAINED)
     i_token = tl.program_id(0)
     p_pos = positions + i_token // WINDOW * stride_pos_row
     last = tl.load(p_pos + (WINDOW - 1) * stride_pos_token).to(tl.int32)
@@ -270,7 +276,9 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    await_inputs(CHAINED)
     i_kv_head = tl.program_id(0)
     p_tile = tiles + tl.program_id(1) * 4
     token_start = tl.load(p_tile)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import triton
 
+from gapless.ops.chaining import chained
 from gapless.ops.paged_attention.kernels import (
     _prefill_kernel,
     _window_combine_kernel,
@@ -156,6 +157,7 @@ def paged_window_attention(
         PRECISION=_precision(q.dtype),
         HAS_TREE=tree is not None,
         num_warps=tiling.num_warps,
+        **chained(q),
         num_stages=tiling.num_stages,
         **shared,
     )
@@ -172,6 +174,7 @@ def paged_window_attention(
             positions.stride(1),
             BLOCK_D=block_d,
             num_warps=4,
+            **chained(q),
             **shared,
         )
     return out
@@ -245,6 +248,7 @@ def paged_prefill_attention(
         BLOCK_N=tiling.block_n,
         PRECISION=_precision(q.dtype),
         num_warps=tiling.num_warps,
+        **chained(q),
         num_stages=tiling.num_stages,
     )
     return out

@@ -15,17 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gapless.ops.chaining import await_inputs, prefetch
-
-
-@triton.jit
-def _start(weight, N, K: tl.constexpr, BLOCK_N: tl.constexpr, CHAINED: tl.constexpr):
-    """Have the program's weight rows brought near while the kernel before it ends."""
-    if CHAINED:
-        first = weight + tl.program_id(0).to(tl.int64) * BLOCK_N * K
-        num_bytes: tl.constexpr = BLOCK_N * K * weight.dtype.element_ty.primitive_bitwidth // 8
-        prefetch(first, weight + tl.cast(N, tl.int64) * K, num_bytes)
-    await_inputs(CHAINED)
+from gapless.ops.chaining import await_inputs
 
 
 @triton.jit(do_not_specialize=["num_rows", "N"])
@@ -37,7 +27,7 @@ def _skinny_vector_kernel(
     num_rows,
     stride_x,
     N,
-    K: tl.constexpr,
+    K,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -46,7 +36,7 @@ def _skinny_vector_kernel(
     HAS_BIAS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    _start(weight, N, K, BLOCK_N, CHAINED)
+    await_inputs(CHAINED)
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_m = tl.arange(0, BLOCK_M)
     o_k = tl.arange(0, BLOCK_K)[None, None, :]
@@ -82,7 +72,7 @@ def _skinny_matrix_kernel(
     num_rows,
     stride_x,
     N,
-    K: tl.constexpr,
+    K,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -92,7 +82,7 @@ def _skinny_matrix_kernel(
     HAS_BIAS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    _start(weight, N, K, BLOCK_N, CHAINED)
+    await_inputs(CHAINED)
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_m = tl.arange(0, BLOCK_M)
     o_k = tl.arange(0, BLOCK_K)
@@ -130,7 +120,7 @@ def _skinny_wide_kernel(
     num_rows,
     stride_x,
     N,
-    K: tl.constexpr,
+    K,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -139,7 +129,7 @@ def _skinny_wide_kernel(
     HAS_BIAS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    _start(weight, N, K, BLOCK_N, CHAINED)
+    await_inputs(CHAINED)
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_m = tl.arange(0, BLOCK_M)
     o_w = tl.arange(0, BLOCK_K)[None, :]

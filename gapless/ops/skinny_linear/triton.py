@@ -52,11 +52,10 @@ def skinny_linear(
     assert 1 <= rows <= MAX_ROWS[-1], f"{rows} rows, want 1 to {MAX_ROWS[-1]}"
     assert weight.shape[1] == inner, f"{inner} features for a weight of {weight.shape[1]}"
     out = torch.empty(rows, size, dtype=out_dtype or x.dtype, device=x.device)
-    args = (x, weight, weight if bias is None else bias, out, rows, x.stride(0), size)
+    args = (x, weight, weight if bias is None else bias, out, rows, x.stride(0), size, inner)
     # one kernel for all numbers of rows of a bucket
     block_m = MAX_ROWS[bucket_of(rows)]
     settings: dict[str, Any] = {
-        "K": inner,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "HAS_TAIL": inner % tile.step != 0,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gapless.ops.chaining import await_inputs
 from gapless.ops.gates.kernels import _softplus
 
 GATE_ALONE = tl.constexpr(0)
@@ -16,8 +17,10 @@ GATE_FIRST = tl.constexpr(1)
 def _discretise_kernel(
     x, dt, dt_bias, rate, values, decay, x_stride, dt_stride, low, high,
     HEADS: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Some channels of one token; the first of each head stores its decay."""
+    await_inputs(CHAINED)
     i_token = tl.program_id(0).to(tl.int64)
     o_c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = o_c < HEADS * V
@@ -35,8 +38,10 @@ def _discretise_kernel(
 def _skip_gate_norm_kernel(
     out, x, z, skip, weight, result, out_stride, x_stride, z_stride, eps,
     SIZE: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, ORDER: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One group's channels of one token."""
+    await_inputs(CHAINED)
     i_token = tl.program_id(0).to(tl.int64)
     o_g = tl.arange(0, BLOCK)
     mask = o_g < SIZE

@@ -48,7 +48,7 @@ def skip_gate_norm(
     """Add D x, gate and normalise, rounded once, at the end; a group's channels are one row."""
     acc = skip.dtype
     per_head = x.unflatten(1, (skip.shape[0], -1)).to(acc)
-    total = out.to(acc) + (per_head * skip[:, None]).flatten(1)
+    total: Tensor = out.to(acc) + (per_head * skip[:, None]).flatten(1)
     gate = F.silu(z.to(acc))
 
     def normed(rows: Tensor) -> Tensor:

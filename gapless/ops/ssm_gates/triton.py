@@ -8,6 +8,7 @@ import torch
 import triton
 
 from gapless.core.architecture import GateOrder
+from gapless.ops.chaining import chained
 from gapless.ops.ssm_gates.kernels import _discretise_kernel, _skip_gate_norm_kernel
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def discretise(
         block = min(TILE_LEN, triton.next_power_of_2(size))
         _discretise_kernel[num_tokens, triton.cdiv(size, block)](
             x, dt, dt_bias, neg_decay_rate, values, decay, x.stride(0), dt.stride(0), *limit,
-            HEADS=heads, V=size // heads, BLOCK=block,
+            HEADS=heads, V=size // heads, BLOCK=block, **chained(x),
         )  # fmt: skip
     return values, decay
 
@@ -75,6 +76,6 @@ def skip_gate_norm(
         _skip_gate_norm_kernel[num_tokens, num_groups](
             out, x, z, skip, weight, result, out.stride(0), x.stride(0), z.stride(0), eps,
             SIZE=size // num_groups, V=size // skip.shape[0], BLOCK=block, ORDER=_ORDERS[order],
-            num_warps=min(16, max(1, block // 256)),
+            num_warps=min(16, max(1, block // 256)), **chained(x),
         )  # fmt: skip
     return result

@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gapless.ops.chaining import await_inputs
 from gapless.ops.draft_tree.kernels import _depths, _highest
 
 
@@ -52,7 +53,9 @@ def _window_indices_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
     HAS_TREE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    await_inputs(CHAINED)
     i_row = tl.program_id(0).to(tl.int64)
     slot = tl.load(in_slots + i_row)
     slot = tl.where(tl.load(in_done + slot) != 0, NULL_SLOT, slot).to(tl.int64)
@@ -126,7 +129,9 @@ def _path_moves_kernel(
     R_C: tl.constexpr,
     W: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    await_inputs(CHAINED)
     i_row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + i_row)
     length = tl.load(seq_lens + i_row)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
+from gapless.ops.chaining import chained
 from gapless.ops.linear_replay import ReplayIndices
 from gapless.ops.step_metadata.kernels import _path_moves_kernel, _window_indices_kernel
 from gapless.ops.step_metadata.reference import Geometry, PathMoves, SlotColumns, WindowIndices
@@ -117,6 +118,7 @@ def fill(
         BLOCK_W=triton.next_power_of_2(window),
         HAS_TREE=tree is not None,
         num_warps=1,
+        **chained(slots),
     )
 
 
@@ -152,5 +154,6 @@ def path_moves(
         W=window,
         BLOCK_W=triton.next_power_of_2(window),
         num_warps=1,
+        **chained(slots),
     )
     return out

@@ -1,0 +1,47 @@
+"""Every kernel of a step is chained, and waits before it does anything else."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import gapless.ops
+
+KERNEL_FILES = sorted(Path(gapless.ops.__file__).parent.glob("*/kernels.py"))
+# what they read before is older than the kernel that they wait for, which has itself waited
+STREAMS = {"_stream_kernel", "_fold_stream_kernel"}
+# between GPUs a kernel waits for others' stores while it runs: the next one must not take its place
+UNCHAINED = {"_peer_sum_kernel"}
+
+
+def kernels_of(path: Path) -> list[ast.FunctionDef]:
+    return [
+        node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
+    ]
+
+
+@pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda path: path.parent.name)
+def test_a_kernel_waits_for_those_before_it_first(path: Path) -> None:
+    kernels = kernels_of(path)
+    assert kernels, "a file of kernels has some"
+    for kernel in kernels:
+        if kernel.name in UNCHAINED:
+            continue
+        names = [argument.arg for argument in kernel.args.args]
+        assert "CHAINED" in names, f"{kernel.name} takes CHAINED"
+        body = kernel.body[ast.get_docstring(kernel) is not None :]
+        waits = [ast.unparse(statement) == "await_inputs(CHAINED)" for statement in body]
+        assert sum(waits) == 1, f"{kernel.name} waits once"
+        assert waits[0] or kernel.name in STREAMS, f"{kernel.name} waits first"
+
+
+@pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda path: path.parent.name)
+def test_each_launch_says_whether_its_kernel_is_chained(path: Path) -> None:
+    launchers = "".join(other.read_text() for other in path.parent.glob("*.py"))
+    for kernel in kernels_of(path):
+        if kernel.name not in UNCHAINED and f"{kernel.name}[" in launchers:
+            assert "chained(" in launchers, f"{kernel.name} is launched without its settings"
