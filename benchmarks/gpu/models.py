@@ -38,6 +38,39 @@ EXPERTS = {
     "norm_topk_prob": True,
 }
 
+# DeepSeek-V2-Lite's layers and sizes, with V3's router and MTP layer: it has none of its own
+LATENT = {
+    "model_type": "deepseek_v3",
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "intermediate_size": 10_944,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    "attention_bias": False,
+    "vocab_size": 102_400,
+    "eos_token_id": None,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+
 
 def _layer_types(count: int) -> list[str]:
     return ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * (
@@ -84,6 +117,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size": 9216,
         "layer_types": _layer_types(32),
         "tie_word_embeddings": True,
+    },
+    "v2-lite-mtp": LATENT,
+    "small-latent": {
+        **LATENT,
+        "hidden_size": 512,
+        "num_hidden_layers": 3,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 256,
+        "n_routed_experts": 8,
+        "vocab_size": 32_000,
     },
     # a model that captures in seconds, for trying the script
     "small": {

@@ -10,6 +10,9 @@ import importlib.util
 import logging
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
+from gapless.attention.measured import faster_for_latents
 from gapless.core.architecture import LatentSpec
 from gapless.errors import BackendUnavailable
 
@@ -78,6 +81,7 @@ class AttentionBackend(Protocol):
         kv_len: int,
         first: int = 0,
         tree: TreeMask | None = None,
+        host_plan: str | None = None,
     ) -> PlannedAttention:
         """Plan a window with device operations.
 
@@ -89,6 +93,33 @@ class AttentionBackend(Protocol):
         among them; `start` is at most the row's first position. The queries may be some nodes of a
         larger tree, as long as no node that they see is stored past the row's length. What no
         query of a row sees is never read into a result, and may hold NaN.
+
+        `host_plan` names the plan that `plan_host` makes of these rows, where it makes one: before
+        the window runs, and again before each replay.
+        """
+        ...
+
+    def plan_host(
+        self,
+        name: str,
+        ends: np.ndarray,  # [B] int64
+        *,
+        width: int,  # W
+        kv_len: int,
+        first: int = 0,
+    ) -> None:
+        """Plan a window on the host, whose rows' last positions are those before `ends`.
+
+        Called if the backend `needs_cpu_seq_lens`, on the stream that the window will wait for.
+        Rows that name the null slot may have any end. Never waits for the device.
+        """
+        ...
+
+    def update_verify_buffers_to_fill_after_draft(self, name: str) -> None:
+        """Fill again what of a host plan depends on drafts: links and masks of draft trees.
+
+        Called on the stream of the step, once drafting is over, if the plan was made beside it.
+        A backend that plans trees on the host must implement it.
         """
         ...
 
@@ -118,7 +149,14 @@ class AttentionBackend(Protocol):
         ...
 
 
-def choose_backend(name: str, *, device: str, layers: Collection[PagedSpec], dtype: str) -> str:
+def choose_backend(
+    name: str,
+    *,
+    device: str,
+    layers: Collection[PagedSpec],
+    dtype: str,
+    has_tree: bool = False,
+) -> str:
     """Return the backend that `name` stands for, and log why it is that one.
 
     Raises:
@@ -129,12 +167,23 @@ def choose_backend(name: str, *, device: str, layers: Collection[PagedSpec], dty
         raise BackendUnavailable(
             f"attention_backend=triton on {missing}; use attention_backend=reference or auto"
         )
+    if name == "flashinfer":
+        lacks = _flashinfer_lacks(device, layers, dtype, has_tree=has_tree) or missing
+        if lacks:
+            raise BackendUnavailable(
+                f"attention_backend=flashinfer on {lacks}; use attention_backend=triton or auto"
+            )
     if name != "auto":
         logger.info("attention backend = %s (asked for)", name)
         return name
     if missing:
         logger.info("attention backend = reference (the triton kernels serve no %s)", missing)
         return "reference"
+    if not _flashinfer_lacks(device, layers, dtype, has_tree=has_tree):
+        gpu = torch.cuda.get_device_name(device)
+        faster = faster_for_latents(gpu)
+        logger.info("attention backend = %s (the faster as measured on %s)", faster, gpu)
+        return faster
     logger.info("attention backend = triton (device %s)", device)
     return "triton"
 
@@ -144,24 +193,54 @@ def make_backend(
     *,
     page_size: int,
     max_len: int,
+    max_rows: int,
     device: str,
     layers: Collection[PagedSpec],
     dtype: str,
+    has_tree: bool = False,
 ) -> AttentionBackend:
     """Make the backend `name`, or with "auto" the fastest that serves this device and model.
 
-    Args: page_size, max_len: of the page table. layers: all that attend over pages, as one rank has
-    them.
+    Args: page_size, max_len: of the page table. max_rows: most rows of a window. layers: all that
+    attend over pages, as one rank has them. has_tree: whether windows may be draft trees.
 
     Raises:
         BackendUnavailable: `name` is asked for and cannot serve this device or model.
     """
-    name = choose_backend(name, device=device, layers=layers, dtype=dtype)
-    module, _, attribute = BACKENDS[name].partition(":")
+    name = choose_backend(name, device=device, layers=layers, dtype=dtype, has_tree=has_tree)
+    is_host_planned = name == "flashinfer"
+    module, _, attribute = BACKENDS["triton" if is_host_planned else name].partition(":")
     backend: AttentionBackend = vars(importlib.import_module(module))[attribute](
         page_size=page_size, max_len=max_len, device=device, layers=layers, dtype=dtype
     )
-    return backend
+    if not is_host_planned:
+        return backend
+    from gapless.attention.flashinfer import FlashInferAttention
+
+    spec = next(iter(layers))
+    assert isinstance(spec, LatentSpec), "chosen for latent attention alone"
+    return FlashInferAttention(
+        page_size=page_size,
+        max_len=max_len,
+        max_rows=max_rows,
+        device=device,
+        spec=spec,
+        dtype=vars(torch)[dtype],
+        on_device=backend,
+    )
+
+
+def _flashinfer_lacks(
+    device: str, layers: Collection[PagedSpec], dtype: str, *, has_tree: bool
+) -> str | None:
+    """What of device, model and windows FlashInfer does not serve; None if it serves it all."""
+    if not device.startswith("cuda"):
+        return f"device {device} (want cuda)"
+    if has_tree:
+        return "draft trees (want chains: speculative_topk=1)"
+    from gapless.attention.flashinfer import unsupported
+
+    return unsupported(layers, dtype)
 
 
 def _triton_lacks(device: str, layers: Collection[PagedSpec], dtype: str) -> str | None:

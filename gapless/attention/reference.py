@@ -97,6 +97,7 @@ class ReferenceAttention:
         *,
         kv_len: int,
         first: int = 0,
+        host_plan: str | None = None,
         tree: TreeMask | None = None,
     ) -> _Window:
         """See `AttentionBackend`."""
@@ -113,6 +114,14 @@ class ReferenceAttention:
         is_seen = mask.any(1)
         seen = entries.gather(1, is_seen.long().argmax(1, keepdim=True))
         return _Window(torch.where(is_seen, entries, seen), mask)
+
+    def plan_host(
+        self, name: str, ends: np.ndarray, *, width: int, kv_len: int, first: int = 0
+    ) -> None:
+        """See `AttentionBackend`: nothing, all is planned on the device."""
+
+    def update_verify_buffers_to_fill_after_draft(self, name: str) -> None:
+        """See `AttentionBackend`: nothing, all is planned on the device."""
 
     def prefill_tiles(
         self,

@@ -134,10 +134,19 @@ class TritonAttention:
         *,
         kv_len: int,
         first: int = 0,
+        host_plan: str | None = None,
         tree: TreeMask | None = None,
     ) -> _Window:
         """See `AttentionBackend`."""
         return _Window(slots, positions, page_table, self._page_size, kv_len, first, tree)
+
+    def plan_host(
+        self, name: str, ends: np.ndarray, *, width: int, kv_len: int, first: int = 0
+    ) -> None:
+        """See `AttentionBackend`: nothing, all is planned on the device."""
+
+    def update_verify_buffers_to_fill_after_draft(self, name: str) -> None:
+        """See `AttentionBackend`: nothing, all is planned on the device."""
 
     def prefill_tiles(
         self,

@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from gapless.errors import ConfigError
 
+# what others call context parallelism, which does not exist here
+CONTEXT_PARALLEL_NAMES = ("cp", "context_parallel_size", "cp_size", "dcp_size")
+
 DtypeName = Literal["auto", "float32", "bfloat16", "float64"]
 
 
@@ -50,8 +53,24 @@ class EngineOptions:
     """Most prompt tokens run in one step; default: 8192 on a GPU, 512 on a CPU."""
     page_size: int | None = None
     """Tokens per KV page; default 16."""
-    attention_backend: Literal["auto", "triton", "reference"] = "auto"
-    """Kernels of full attention; auto: triton on a GPU where it serves the model."""
+    disable_overlap_schedule: bool = False
+    """Read each step before the next is planned; by default the host runs one step ahead of the
+    device."""
+    disable_cuda_graph: bool = False
+    """Launch decode steps kernel by kernel, each set up anew; by default a step of a kind is
+    captured once and replayed (on a CPU: set up once)."""
+    stage_graphs: bool = False
+    """A graph for each stage of a decode step (verify, accept, extend, draft); by default stages
+    without host work between them share one."""
+    disable_fused_metadata: bool = False
+    """Make the index tensors of decode steps with a chain of torch operations, on a GPU too; by
+    default one kernel makes them there."""
+    plan_stream: bool = False
+    """Run the host's attention plans on a stream of their own, beside the drafting of the step
+    before; for attention backends that plan on the host."""
+    attention_backend: Literal["auto", "triton", "flashinfer", "reference"] = "auto"
+    """Kernels of attention over pages; auto: triton on a GPU where it serves the model, or for
+    latent attention flashinfer where it is installed and measured to be faster."""
     linear_replayssm_cache_len: int | None = None
     """Tokens between two writes of a recurrent state (L); 1 writes it every step; default 16."""
     speculative_algorithm: Literal["auto", "mtp", "ngram", "none"] = "auto"
@@ -83,7 +102,12 @@ class EngineOptions:
             ConfigError: a key is unknown; the nearest known one is suggested.
         """
         known = [field.name for field in fields(cls)]
-        for key in values:
+        for key, value in values.items():
+            if key in CONTEXT_PARALLEL_NAMES:
+                raise ConfigError(
+                    f"{key}={value!r}: positions of a request are not divided over ranks, "
+                    "and attention plans need whole lengths; use tp"
+                )
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1)
                 hint = (

@@ -15,6 +15,7 @@ from gapless.config.budget import (
     divide,
 )
 from gapless.config.options import EngineOptions
+from gapless.config.switches import Switches, resolve_switches
 from gapless.core.draft_shape import TreeShape, draft_reach
 from gapless.core.footprint import Footprint, human
 from gapless.core.parallel import check_world_size
@@ -78,8 +79,8 @@ class Config:
     tree: TreeShape | None
     """How the drafts of a window branch; None: in a row."""
     num_threads: int
-    attention_backend: str  # "auto", "triton" or "reference"
     drafter: str  # "none", "mtp" or "ngram"
+    switches: Switches
     simulated_acceptance: float | None
     buckets: tuple[int, ...]
     """Batch sizes that decode steps are padded to, ascending; the last is max_running_requests."""
@@ -143,8 +144,8 @@ def resolve(
         max_window=max_window,
         tree=tree,
         num_threads=_choose("num_threads", options.num_threads, device.num_threads),
-        attention_backend=options.attention_backend,
         drafter=drafter,
+        switches=resolve_switches(options, device=device.kind, drafter=drafter),
         simulated_acceptance=options.speculative_simulate_acceptance,
         buckets=batch_buckets(division.max_running),
         prefill_buckets=prefill_buckets(device.kind, chunked_prefill_size),
@@ -414,11 +415,11 @@ def _check_ranges(options: EngineOptions) -> None:
     host_gb = options.host_cache_gb
     if isinstance(host_gb, bool) or not (_is_number(host_gb) and host_gb >= 0):
         raise ConfigError(f"host_cache_gb={host_gb!r}: want GiB, 0 or more")
-    if not isinstance(options.disable_prefix_cache, bool):
-        raise ConfigError(
-            f"disable_prefix_cache={options.disable_prefix_cache!r}: want True or False"
-        )
     hints = get_type_hints(EngineOptions)
+    for name, hint in hints.items():
+        value = _field(options, name)
+        if hint is bool and not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r}: want True or False")
     for name in (
         "load_format", "device", "dtype", "ssm_dtype", "attention_backend",
         "speculative_algorithm",

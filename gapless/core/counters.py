@@ -130,6 +130,8 @@ class LoopCounters:
 
     num_steps: int = 0
     """Steps launched."""
+    num_ahead: int = 0
+    """Those of them that were launched before the one before was read."""
     plan_seconds: float = 0.0
     """Time that planning and launching them took."""
     wait_seconds: float = 0.0
@@ -137,6 +139,34 @@ class LoopCounters:
 
     def __str__(self) -> str:
         return (
-            f"{self.num_steps} steps launched in {self.plan_seconds:.3f} s of host time, "
-            f"{self.wait_seconds:.3f} s spent waiting for results"
+            f"{self.num_steps} steps launched, {self.num_ahead} of them ahead, in "
+            f"{self.plan_seconds:.3f} s of host time, {self.wait_seconds:.3f} s spent waiting for "
+            "results"
+        )
+
+
+@dataclass
+class LaunchCounters:
+    """What decode steps asked of the device; capturing counts too."""
+
+    num_steps: int = 0
+    """Decode steps launched."""
+    num_launches: int = 0
+    """Graphs launched by them, or as many groups of stages that were not captured."""
+    num_setups: int = 0
+    """Times that a step's stages were set up: once per kind of step, or each time."""
+    num_fused: int = 0
+    """Steps whose index tensors one kernel made."""
+    num_plans: int = 0
+    """Attention plans that the host made."""
+    num_planned_beside: int = 0
+    """Those of them that ran on the plan stream."""
+    num_refills: int = 0
+    """Times that a plan's buffers were filled again after drafting."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_steps} decode steps in {self.num_launches} launches, set up "
+            f"{self.num_setups} times, {self.num_fused} with fused metadata, {self.num_plans} host "
+            f"plans, {self.num_planned_beside} of them on a stream of their own"
         )

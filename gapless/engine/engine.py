@@ -75,7 +75,10 @@ class Engine:
         self.default_params = _default_params(loaded.hf.generation)
         self._seeds = random.Random(options.seed)
         self.scheduler = Scheduler(_limits(self.config))
-        self._loop = EngineLoop(self.scheduler, loaded.run)
+        self._loop = EngineLoop(
+            self.scheduler, loaded.run, runs_ahead=self.config.switches.runs_ahead
+        )
+        self.launch_counters = loaded.runner.launches
         self._loaded = loaded
         # by the scheduler's id, and the ids of all continuations by that of their request
         self._live: dict[str, _Live] = {}
@@ -112,6 +115,7 @@ class Engine:
         """End the worker processes, if there are any; nothing can run afterwards."""
         logger.debug("prefix cache: %s", self.cache_counters)
         logger.debug("host: %s", self.loop_counters)
+        logger.debug("device: %s", self.launch_counters)
         self._loaded.close()
 
     @property

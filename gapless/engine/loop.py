@@ -27,11 +27,14 @@ class Handle(Protocol):
 
 
 class EngineLoop:
-    """Keeps the device one step ahead of the host."""
+    """Keeps the device one step ahead of the host, or in step with it."""
 
-    def __init__(self, scheduler: Scheduler, run: Callable[[StepPlan], Handle]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, run: Callable[[StepPlan], Handle], *, runs_ahead: bool = True
+    ) -> None:
         self._scheduler = scheduler
         self._run = run
+        self._most_unread = RUN_AHEAD if runs_ahead else 0
         self._unread: deque[tuple[StepPlan, Handle]] = deque()
         self._failure: str | None = None
         self.counters = LoopCounters()
@@ -66,13 +69,14 @@ class EngineLoop:
         plan = self._scheduler.schedule()
         self._end()
         if plan is not None:
+            self.counters.num_ahead += bool(self._unread)
             self._begin("launch")
             self._unread.append((plan, self._run(plan)))
             self._end()
             self.counters.num_steps += 1
         launched = time.perf_counter()
         self.counters.plan_seconds += launched - started
-        if len(self._unread) <= (RUN_AHEAD if plan is not None else 0):
+        if len(self._unread) <= (self._most_unread if plan is not None else 0):
             return []
         read, handle = self._unread.popleft()
         self._begin("wait")

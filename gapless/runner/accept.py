@@ -173,10 +173,14 @@ def draft(
     *,
     kv_len: int,
     mode: SamplingMode,
+    is_planned: bool = False,
 ) -> None:
-    """Let the drafter propose the rest of the next window, and store it in the table."""
+    """Let the drafter propose the rest of the next window, and store it in the table.
+
+    Args: is_planned: whether the host has planned the attention of these rows.
+    """
     table, slots = device.table, accepted.live_slots
-    frontier = Frontier(slots, accepted.seq_lens, accepted.newest, kv_len)
+    frontier = Frontier(slots, accepted.seq_lens, accepted.newest, kv_len, is_planned)
     drafts = drafter.draft(frontier, carry, _Proposer(table, slots, mode))
     table.window_tokens[:, 1:].index_copy_(0, slots, drafts.tokens)
     table.num_drafts.index_copy_(0, slots, drafts.counts)

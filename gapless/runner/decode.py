@@ -13,9 +13,10 @@ from gapless.config.resolve import Config, bucket_for
 from gapless.layers.batch import WindowBatch
 from gapless.ops.draft_tree import TreeMask
 from gapless.ops.sampling import SamplingMode
-from gapless.ops.step_metadata import StepConstants, WindowIndices, window_indices
+from gapless.ops.step_metadata import StepConstants, WindowIndices, has_kernel, window_indices
 from gapless.runner.accept import Accepted, Verified, accept, draft, sampling_mode
-from gapless.runner.graphs import GraphRunner
+from gapless.runner.graphs import GraphRunner, StepGraph
+from gapless.runner.host_plans import VERIFY_PLAN, HostPlans, Seams
 from gapless.runner.inputs import Download, Ticket, Upload
 from gapless.runner.logprobs import LogprobBuffer, LogprobTicket, num_top
 from gapless.runner.masks import WindowDrafts
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from gapless.core.counters import LaunchCounters
     from gapless.core.plan import DecodeRow, PageEntry, StepPlan
     from gapless.observe.trace import Trace
     from gapless.runner.device import Device
@@ -64,10 +66,12 @@ class DecodeRunner:
         config: Config,
         emitted: Tensor,
         masks: MaskUpload,
+        host_plans: HostPlans | None,
+        counters: LaunchCounters,
         capture: Capture | None,
     ) -> None:
         """Args: emitted: [max rows, 2 + W_max] int64: each row's emitted and proposed counts, and
-        its tokens."""
+        its tokens. host_plans: given if a backend plans on the host."""
         self._device = device
         self._buckets = config.buckets
         self._window = config.max_window
@@ -75,7 +79,10 @@ class DecodeRunner:
         self._is_on_gpu = device.device.type == "cuda"
         self._pages_per_row = -(-self._window // config.page_size) + 1
         self._constants = StepConstants(device.geometry, device.device)
-        self._graphs = GraphRunner(capture)
+        self._graphs = GraphRunner(capture, config.switches.graphs, counters)
+        self._fuses_metadata = config.switches.fuses_metadata
+        self._host_plans = host_plans
+        self._counters = counters
         self._emitted = emitted
         self._masks = masks
         rows = config.max_running_requests
@@ -96,13 +103,24 @@ class DecodeRunner:
         is_constrained = any(row.request.is_constrained for row in plan.decode)
         key = self._key(plan, is_masked=is_constrained)
         graph = self._graphs.get(key, lambda: self._stages(key))
-        inputs = self._upload.send(self._arrays(key, plan.decode, plan.page_entries))
+        arrays = self._arrays(key, plan.decode, plan.page_entries)
+        inputs = self._upload.send(arrays)
         if is_constrained:
             self._awaited = plan.decode, self._fetch_drafts(inputs["slots"])
+        if self._host_plans is not None:
+            self._host_plans.begin(arrays["slots"])
         graph.launch()
+        if self._host_plans is not None:
+            self._host_plans.end()
+        self._count(graph)
         if key.num_top is None:
             return None
         return self._logprobs.fetch(key.tokens, key.num_top)
+
+    def _count(self, graph: StepGraph) -> None:
+        self._counters.num_steps += 1
+        self._counters.num_launches += graph.num_launches
+        self._counters.num_fused += self._fuses_metadata and has_kernel(self._device.device.type)
 
     def capture(self) -> None:
         """Capture the steps that will be asked for, largest first: later ones fit its memory."""
@@ -191,9 +209,14 @@ class DecodeRunner:
         }
 
     def _stages(self, key: DecodeKey) -> list[Stage]:
-        inputs = self._upload.send(self._arrays(key, (), ()))
+        arrays = self._arrays(key, (), ())
+        inputs = self._upload.send(arrays)
+        seams = Seams()
+        if self._host_plans is not None:
+            self._host_plans.begin(arrays["slots"], is_dummy=True)
+            seams = self._host_plans.seams(key.kv_len)
         stages = [
-            Stage("verify", lambda _: self._verify(key, inputs)),
+            Stage("verify", lambda _: self._verify(key, inputs), plan=seams.verify),
             Stage(
                 "accept",
                 lambda verified: self._accept(key, *verified),
@@ -203,8 +226,16 @@ class DecodeRunner:
         drafter = self._device.drafter
         if drafter is not None:
             stages += [
-                Stage("extend", lambda settled: self._extend(key, drafter, *settled)),
-                Stage("draft", lambda extended: self._draft(key, drafter, *extended)),
+                Stage(
+                    "extend",
+                    lambda settled: self._extend(key, drafter, *settled),
+                    plan=seams.extend,
+                ),
+                Stage(
+                    "draft",
+                    lambda extended: self._draft(key, drafter, *extended),
+                    plan=seams.draft,
+                ),
             ]
         return stages
 
@@ -221,6 +252,7 @@ class DecodeRunner:
             self._constants,
             window=key.window,
             tree=None if device.tree is None else table.draft_bits,
+            is_fused=self._fuses_metadata,
         )
         tokens = table.window_tokens.index_select(0, indices.slots)[:, : key.window].reshape(-1)
         hidden = device.model.forward(tokens, device.memory, self._batch(key, indices))
@@ -240,6 +272,8 @@ class DecodeRunner:
         self._emitted[: key.num_rows, 0].copy_(accepted.lens)
         self._emitted[: key.num_rows, 1].copy_(accepted.proposed)
         self._emitted[: key.num_rows, 2 : 2 + key.window].copy_(accepted.tokens)
+        if self._host_plans is not None:
+            self._host_plans.store(accepted)
         if accepted.logprobs is not None and key.num_top is not None:
             self._logprobs.rows(key.tokens, key.num_top).copy_(accepted.logprobs)
         return verified, hidden, accepted
@@ -272,7 +306,15 @@ class DecodeRunner:
 
     def _draft(self, key: DecodeKey, drafter: Drafter, accepted: Accepted, carry: Tensor) -> None:
         """Propose the next windows."""
-        draft(self._device, drafter, accepted, carry, kv_len=key.kv_len, mode=key.mode)
+        draft(
+            self._device,
+            drafter,
+            accepted,
+            carry,
+            kv_len=key.kv_len,
+            mode=key.mode,
+            is_planned=True,
+        )
 
     def _batch(self, key: DecodeKey, indices: WindowIndices) -> WindowBatch:
         device = self._device
@@ -283,6 +325,7 @@ class DecodeRunner:
             device.table.columns.page_table,
             kv_len=key.kv_len,
             tree=None if bits is None else TreeMask(indices.seq_lens, bits),
+            host_plan=VERIFY_PLAN,
         )
         return WindowBatch(
             num_rows=key.num_rows,

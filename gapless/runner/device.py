@@ -12,6 +12,7 @@ from gapless.attention.backend import AttentionBackend, make_backend
 from gapless.core.draft_shape import most_emitted, step_reach
 from gapless.core.footprint import mtp_mixer
 from gapless.core.parallel import architecture_of_rank
+from gapless.errors import ConfigError
 from gapless.runner.pools import Pools, make_geometry, make_pools
 from gapless.runner.slot_table import SlotTable
 from gapless.speculative.mtp import MtpDrafter
@@ -40,6 +41,8 @@ class Device:
     pools: Pools
     table: SlotTable
     backend: AttentionBackend
+    draft_backend: AttentionBackend | None
+    """That of the drafter, if it attends."""
     num_page_columns: int
     device: torch.device
     drafter: Drafter | None
@@ -49,6 +52,12 @@ class Device:
     communicator: Communicator
     simulated_acceptance: float | None
     """Mean tokens per step to pretend, for benchmarks on made-up weights."""
+
+    @property
+    def needs_cpu_seq_lens(self) -> bool:
+        """Whether a backend plans on the host, so that lengths must be known there."""
+        backends = (self.backend, self.draft_backend)
+        return any(b.needs_cpu_seq_lens for b in backends if b is not None)
 
     @property
     def most_emitted(self) -> int:
@@ -115,21 +124,30 @@ def make_device(model: Decoder, mtp: MtpHead | None, config: Config, place: Plac
         model.architecture, geometry, place, ssm_dtype, has_mtp=config.drafter == "mtp"
     )
     backend = make_backend(
-        config.attention_backend,
+        config.switches.attention_backend,
         page_size=config.page_size,
         max_len=num_page_columns * config.page_size,
+        max_rows=config.max_running_requests,
         device=config.device,
         layers=_attention_of_rank(model, config, place),
         dtype=config.dtype,
+        has_tree=config.tree is not None,
     )
+    if config.switches.uses_plan_stream and not backend.needs_cpu_seq_lens:
+        raise ConfigError(
+            "plan_stream has no effect: the attention backend plans on the device; leave it out, "
+            "or use attention_backend=flashinfer"
+        )
     drafter: Drafter | None = None
+    draft_backend: AttentionBackend | None = None
     if config.drafter == "mtp":
+        draft_backend = backend
         assert mtp is not None, "the MTP drafter's weights are loaded"
         drafter = MtpDrafter(
             model,
             mtp,
             pools.mtp_layers,
-            backend=backend,
+            backend=draft_backend,
             page_table=table.columns.page_table,
             geometry=geometry,
             place=place,
@@ -148,6 +166,7 @@ def make_device(model: Decoder, mtp: MtpHead | None, config: Config, place: Plac
         pools=pools,
         table=table,
         backend=backend,
+        draft_backend=draft_backend,
         num_page_columns=num_page_columns,
         device=place.device,
         drafter=drafter,

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gapless.config.switches import Graphs
+from gapless.core.counters import LaunchCounters
 from gapless.observe.trace import Kind, Trace
 from gapless.runner.stages import Stage, cut_at_seams
 
@@ -23,8 +25,11 @@ logger = logging.getLogger(__name__)
 class StepGraph:
     """The stages of one step for one key."""
 
-    def __init__(self, stages: Sequence[Stage], capture: Capture | None) -> None:
-        self._runs = cut_at_seams(stages)
+    def __init__(
+        self, stages: Sequence[Stage], capture: Capture | None, kind: Graphs = Graphs.STEP
+    ) -> None:
+        is_whole = kind is not Graphs.STAGE
+        self._runs = cut_at_seams(stages) if is_whole else [[stage] for stage in stages]
         self._names = ["+".join(stage.name for stage in run) for run in self._runs]
         self._trace: Trace | None = None
         self._graphs: list[torch.cuda.CUDAGraph] | None = None
@@ -116,12 +121,20 @@ class GraphRunner:
     """Keeps one `StepGraph` per key.
 
     On CUDA the keys that `capture` was called with are captured, and all others run as they are,
-    launch by launch: nothing is captured once the engine is ready.
+    launch by launch: nothing is captured once the engine is ready. Without graphs a step is set up
+    each time.
     """
 
-    def __init__(self, capture: Capture | None) -> None:
-        """Args: capture: shared by all that never run at once; None on a CPU."""
+    def __init__(
+        self,
+        capture: Capture | None,
+        kind: Graphs = Graphs.STEP,
+        counters: LaunchCounters | None = None,
+    ) -> None:
+        """Args: capture: shared by all that never run at once; None where nothing is captured."""
         self._capture = capture
+        self._kind = kind
+        self._counters = counters or LaunchCounters()
         self._graphs: dict[Hashable, StepGraph] = {}
         self._trace: Trace | None = None
 
@@ -133,21 +146,30 @@ class GraphRunner:
 
     def capture(self, key: Hashable, make_stages: Callable[[], Sequence[Stage]]) -> None:
         """Make the graph of `key`; `make_stages` must leave null inputs in the buffers."""
-        graph = self._graphs[key] = StepGraph(make_stages(), self._capture)
+        assert self._kind is not Graphs.NONE, "a step without a graph is not captured"
+        graph = self._graphs[key] = self._make(make_stages, self._capture)
         logger.debug("step graph %s: %d launch(es)", key, graph.num_launches)
 
     def get(self, key: Hashable, make_stages: Callable[[], Sequence[Stage]]) -> StepGraph:
         """Return the graph of `key`, uncaptured if it is not among those that were."""
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = StepGraph(make_stages(), None)
+            graph = self._make(make_stages, None)
             graph.watch(self._trace)
-            logger.debug("step %s runs uncaptured", key)
+            if self._kind is not Graphs.NONE:
+                self._graphs[key] = graph
+                logger.debug("step %s runs uncaptured", key)
         return graph
 
     def find(self, key: Hashable) -> StepGraph | None:
         """Return the graph of `key` if it was captured."""
         return self._graphs.get(key)
+
+    def _make(
+        self, make_stages: Callable[[], Sequence[Stage]], capture: Capture | None
+    ) -> StepGraph:
+        self._counters.num_setups += 1
+        return StepGraph(make_stages(), capture, self._kind)
 
     def clear(self) -> None:
         """Destroy all graphs; one that is asked for later runs uncaptured."""

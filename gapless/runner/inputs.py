@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gapless.ops.events import Event
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -30,23 +32,6 @@ TORCH_DTYPES = {
     np.dtype(np.float64): torch.float64,
     np.dtype(np.bool_): torch.bool,
 }
-
-
-class Event:
-    """When a copy on the current stream has passed; on a CPU it always has."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
-
-    def record(self) -> None:
-        """Mark this point of the current stream."""
-        if self._event is not None:
-            self._event.record()
-
-    def wait(self) -> None:
-        """Block the host until the marked point has passed."""
-        if self._event is not None:
-            self._event.synchronize()
 
 
 @dataclass(frozen=True)

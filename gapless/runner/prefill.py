@@ -24,6 +24,7 @@ from gapless.runner.graphs import GraphRunner
 from gapless.runner.inputs import Upload, packed_bytes
 from gapless.runner.layout import CHUNK_LEN, PrefillLayout, PrefillRoom, lay_out
 from gapless.runner.logprobs import LogprobBuffer, LogprobTicket, PrefillLogprobs, num_top
+from gapless.runner.masks import NO_DRAFTS
 from gapless.runner.slot_table import count_arrays
 from gapless.runner.stages import Stage
 from gapless.speculative.drafter import KeptTokens, PastTokens, PromptChunk, ShiftedChunk

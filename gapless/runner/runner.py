@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from gapless.config.switches import Graphs
+from gapless.core.counters import LaunchCounters
 from gapless.core.plan import PrefillSegment, StepPlan, StepResult
 from gapless.observe.trace import Kind, Trace
 from gapless.runner.compiles import CompileCounter
 from gapless.runner.decode import DecodeRunner
 from gapless.runner.graphs import Capture
+from gapless.runner.host_plans import HostPlans
 from gapless.runner.host_tier import HostTier
 from gapless.runner.inputs import Download, Ticket
 from gapless.runner.masks import MaskUpload
@@ -103,8 +106,15 @@ class Runner:
         results = torch.zeros(self._num_emitted + segments, dtype=torch.int64, device=device.device)
         emitted = results[: self._num_emitted].view(rows, 2 + self._window)
         masks = MaskUpload(device, rows, self._window)
-        capture = Capture.on(device.device)
-        self._decode = DecodeRunner(device, config, emitted, masks, capture)
+        self.launches = LaunchCounters()
+        self._host_plans = (
+            HostPlans(device, config, self.launches) if device.needs_cpu_seq_lens else None
+        )
+        self._is_captured = config.switches.graphs is not Graphs.NONE
+        capture = Capture.on(device.device) if self._is_captured else None
+        self._decode = DecodeRunner(
+            device, config, emitted, masks, self._host_plans, self.launches, capture
+        )
         self._saver = Saver(device)
         first_tokens = results[self._num_emitted :]
         self._prefill = PrefillRunner(device, config, first_tokens, masks, capture)
@@ -128,6 +138,8 @@ class Runner:
             if plan.prefill:
                 self._begin("prefill")
                 prefill = self._prefill.run(plan.prefill)
+                if self._host_plans is not None:
+                    self._host_plans.admit(plan.prefill)
                 self._end()
             if plan.decode:
                 self._begin("decode")
@@ -157,6 +169,8 @@ class Runner:
 
     def capture(self) -> None:
         """Capture prefill chunks and decode steps, on CUDA."""
+        if not self._is_captured:
+            return
         with torch.inference_mode():
             self._prefill.capture()
             self._decode.capture()

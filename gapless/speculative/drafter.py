@@ -111,6 +111,7 @@ class Frontier:
     seq_lens: Tensor  # [B]: position of the newest token
     newest: Tensor  # [B]: the newest token
     kv_len: int  # bound of the positions that drafting reaches
+    is_planned: bool = False  # whether the host has planned attention, as it does for decode steps
 
 
 @dataclass(frozen=True)

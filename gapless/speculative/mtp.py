@@ -36,6 +36,13 @@ if TYPE_CHECKING:
 
 # the first index of the layer's KV that exists
 FIRST_INDEX = 1
+# names of the plans that the host makes for the layer, where its backend wants some
+EXTEND_PLAN = "extend"
+
+
+def draft_plan(depth: int) -> str:
+    """Name of the host's plan of the draft pass at some depth, 1 or more."""
+    return f"draft {depth}"
 
 
 class MtpDrafter:
@@ -101,7 +108,7 @@ class MtpDrafter:
         after = torch.arange(1, width + 1, device=outcome.tokens.device)
         positions = outcome.seq_lens[:, None] + after
         self._keep(outcome.slots[:, None], positions - 1, outcome.hidden)
-        batch = self._batch(outcome.slots, positions, outcome.kv_len)
+        batch = self._batch(outcome.slots, positions, outcome.kv_len, EXTEND_PLAN)
         hidden = self._head.forward(
             self._trunk, outcome.tokens.reshape(-1), outcome.hidden, self._memory, batch
         )
@@ -116,7 +123,8 @@ class MtpDrafter:
         drafts: list[Tensor] = []
         for depth in range(self.num_drafts):
             if depth:
-                batch = self._batch(frontier.slots, position[:, None], frontier.kv_len)
+                plan = draft_plan(depth) if frontier.is_planned else None
+                batch = self._batch(frontier.slots, position[:, None], frontier.kv_len, plan)
                 hidden = self._head.forward(self._trunk, drafts[-1], hidden, self._memory, batch)
             position = position + 1
             drafts.append(proposer.sample(self._trunk.logits(hidden), position))
@@ -174,12 +182,19 @@ class MtpDrafter:
             live=None,
         )
 
-    def _batch(self, slots: Tensor, positions: Tensor, kv_len: int) -> AttentionBatch:
+    def _batch(
+        self, slots: Tensor, positions: Tensor, kv_len: int, host_plan: str | None
+    ) -> AttentionBatch:
         return AttentionBatch(
             positions=positions.view(-1),
             kv_write=kv_entries(self._page_table, slots, positions, self._page_size),
             attention=self._backend.plan_window(
-                slots, positions, self._page_table, kv_len=kv_len, first=FIRST_INDEX
+                slots,
+                positions,
+                self._page_table,
+                kv_len=kv_len,
+                first=FIRST_INDEX,
+                host_plan=host_plan,
             ),
             live=None,
         )

@@ -66,6 +66,7 @@ def make(name: str, device: str = DEVICE) -> AttentionBackend:
         name,
         page_size=PAGE_SIZE,
         max_len=COLUMNS * PAGE_SIZE,
+        max_rows=len(LENGTHS) + 1,
         device=device,
         layers=LAYERS,
         dtype="float32",

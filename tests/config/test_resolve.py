@@ -18,6 +18,7 @@ from gapless.config.resolve import (
     resolve,
     resolve_footprint,
 )
+from gapless.config.switches import Graphs, Switches
 from gapless.core.architecture import (
     Architecture,
     AttentionSpec,
@@ -84,7 +85,7 @@ def test_every_automatic_choice_is_logged(caplog: pytest.LogCaptureFixture) -> N
 def test_config_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
         _resolve().page_size = 3  # type: ignore[misc]
-    assert len(fields(Config)) <= 24
+    assert len(fields(Config)) <= 25
 
 
 @pytest.mark.parametrize("name", [
@@ -369,3 +370,39 @@ def test_trees_that_cannot_be_are_refused(
 def test_more_than_one_mtp_layer_is_refused() -> None:
     with pytest.raises(ConfigError, match="2 MTP layers, one is supported"):
         _resolve(replace(MTP, num_mtp_layers=2), has_mtp=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"disable_cuda_graph": True, "stage_graphs": True}, "stage_graphs has no effect with"),
+        ({"disable_fused_metadata": True}, "disable_fused_metadata has no effect on cpu"),
+        ({"plan_stream": True}, "plan_stream has no effect without a drafter"),
+        (
+            {
+                "plan_stream": True,
+                "disable_overlap_schedule": True,
+                "speculative_algorithm": "ngram",
+            },
+            "plan_stream has no effect with disable_overlap_schedule",
+        ),
+        ({"stage_graphs": 1}, "stage_graphs=1: want True or False"),
+    ],
+)
+def test_switches_without_effect_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _resolve(**options)
+
+
+def test_switches() -> None:
+    assert _resolve().switches == Switches(
+        attention_backend="auto",
+        runs_ahead=True,
+        graphs=Graphs.STEP,
+        fuses_metadata=True,
+        uses_plan_stream=False,
+    )
+    asked = _resolve(on=GPU, stage_graphs=True, disable_fused_metadata=True).switches
+    assert (asked.graphs, asked.fuses_metadata) == (Graphs.STAGE, False)
+    asked = _resolve(disable_cuda_graph=True, disable_overlap_schedule=True).switches
+    assert (asked.graphs, asked.runs_ahead) == (Graphs.NONE, False)

@@ -29,6 +29,7 @@ __all__ = [
     "SlotColumns",
     "StepConstants",
     "WindowIndices",
+    "has_kernel",
     "kv_entries",
     "path_moves",
     "window_indices",
@@ -45,13 +46,17 @@ def window_indices(
     *,
     window: int,  # W
     tree: Tensor | None = None,  # [slots + 1, W_max] int64
+    is_fused: bool = True,
 ) -> WindowIndices:
-    """Derive a step's index tensors on the device. Contract: `reference.window_indices`."""
-    if slots.is_cuda:
+    """Derive a step's index tensors on the device. Contract: `reference.window_indices`.
+
+    Args: is_fused: take the kernel where there is one.
+    """
+    if has_kernel(slots.device.type) and is_fused:
         from gapless.ops.step_metadata import triton
 
         return triton.window_indices(slots, columns, geometry, window=window, tree=tree)
-    _log_fallback(slots.device.type)
+    _log_chain(slots.device.type)
     return reference.window_indices(slots, columns, geometry, constants, window=window, tree=tree)
 
 
@@ -71,6 +76,12 @@ def path_moves(
     return reference.path_moves(path, lens, slots, seq_lens, page_table, geometry)
 
 
+def has_kernel(device_type: str) -> bool:
+    """Whether one kernel makes them all on such a device."""
+    return device_type == "cuda"
+
+
 @cache
-def _log_fallback(device: str) -> None:
-    _logger.info("step metadata runs on torch operations: no kernel for device %s", device)
+def _log_chain(device: str) -> None:
+    reason = "asked for" if has_kernel(device) else f"no kernel for device {device}"
+    _logger.info("step metadata runs on torch operations (%s)", reason)

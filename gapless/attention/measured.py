@@ -1,0 +1,20 @@
+"""Which of two backends of latent attention is faster, as measured.
+
+Tokens per second of whole engines by `python -m benchmarks.gpu.host_planned`, whose files lie in
+benchmarks/results. Where nothing is measured, the backend that needs no host plan is taken.
+"""
+
+from __future__ import annotations
+
+# by what the GPU's name holds: backend to tokens per second, by batch size
+TOKENS_PER_SECOND: dict[str, dict[str, dict[int, float]]] = {}
+
+
+def faster_for_latents(gpu: str) -> str:
+    """Return "flashinfer" where it decoded faster at every batch size measured, else "triton"."""
+    for name, by_backend in TOKENS_PER_SECOND.items():
+        if name in gpu:
+            host, device = by_backend["flashinfer"], by_backend["triton"]
+            is_faster = all(host[batch] > device[batch] for batch in device)
+            return "flashinfer" if is_faster else "triton"
+    return "triton"
