@@ -9,7 +9,7 @@ import pytest
 
 import gapless.ops
 
-KERNEL_FILES = sorted(Path(gapless.ops.__file__).parent.glob("*/kernels.py"))
+KERNEL_FILES = sorted(Path(gapless.ops.__file__).parent.glob("*/*kernel*.py"))
 # what they read before is older than the kernel that they wait for, which has itself waited
 STREAMS = {"_stream_kernel", "_fold_stream_kernel"}
 # between GPUs a kernel waits for others' stores while it runs: the next one must not take its place
@@ -24,7 +24,7 @@ def kernels_of(path: Path) -> list[ast.FunctionDef]:
     ]
 
 
-@pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_a_kernel_waits_for_those_before_it_first(path: Path) -> None:
     kernels = kernels_of(path)
     assert kernels, "a file of kernels has some"
@@ -39,7 +39,7 @@ def test_a_kernel_waits_for_those_before_it_first(path: Path) -> None:
         assert waits[0] or kernel.name in STREAMS, f"{kernel.name} waits first"
 
 
-@pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_each_launch_says_whether_its_kernel_is_chained(path: Path) -> None:
     launchers = "".join(other.read_text() for other in path.parent.glob("*.py"))
     for kernel in kernels_of(path):

@@ -1,7 +1,8 @@
 """Triton path of the replay window: chains and trees of 1 to 16 tokens, fp32 state or bf16.
 
 Same functions and meaning as `reference.py`. The ring entry of zeros is the rings' last one, so
-that it is recognised and not read.
+that it is recognised and not read. Chains of several tokens under a delta rule take one launch
+(`chain_kernel.py`), all else two (`kernels.py`), whichever is faster.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from gapless.core.architecture import Recurrence
 from gapless.ops.chaining import chained
+from gapless.ops.linear_replay.chain_kernel import _chain_kernel
 from gapless.ops.linear_replay.kernels import (
     _fold_stream_kernel,
     _fold_weights_kernel,
@@ -21,7 +23,14 @@ from gapless.ops.linear_replay.kernels import (
     _token_weights_kernel,
     _window_weights_kernel,
 )
-from gapless.ops.linear_replay.tuning import MATERIALIZE, Launch, kernel_of, launch_of
+from gapless.ops.linear_replay.tuning import (
+    MATERIALIZE,
+    ChainLaunch,
+    Launch,
+    chain_launch_of,
+    kernel_of,
+    launch_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +39,8 @@ if TYPE_CHECKING:
 
 MAX_WIDTH = 16
 MAX_REPLAYED = 128
+# ring entries that a fold leaves, of what the kernel of chains holds
+MAX_LIVE = 64
 # a fold of more takes matrix units
 FEW_ENTRIES = 4
 # value heads of a program that weighs one token
@@ -83,13 +94,13 @@ def replay_window(
     l2norm_eps: float | None,
     scale: float,
     ancestors: Tensor | None = None,  # [B, W] int64 bits
-    launch: Launch | None = None,
+    launch: Launch | ChainLaunch | None = None,
 ) -> Tensor:  # [B, W, HV, V] in q's dtype
-    """Run one window as `reference.replay_window` does; two launches, no sync.
+    """Run one window as `reference.replay_window` does; one launch or two, no sync.
 
     Arguments may be views whose last two axes are contiguous; others are copied. `launch` defaults
-    to the tuned one. Sums of one token are fp32; those of a wider window have 23 bits on matrix
-    units, or are fp32 too where the launch says so.
+    to the tuned one, and says by its type which kernels run. Sums of one token are fp32; those of a
+    wider window have 23 bits on matrix units, or are fp32 too where the launch says so.
     """
     rows, width, key_heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
@@ -99,12 +110,19 @@ def replay_window(
     _assert_contiguous(memory)
     state = memory.checkpoint
     is_per_channel = recurrence is Recurrence.KIMI_DELTA
+    is_chain = width > 1 and beta is not None and ancestors is None
+    if launch is None and is_chain and num_replayed - width <= MAX_LIVE:
+        launch = chain_launch_of(width, rows=rows, is_per_channel=is_per_channel)
     launch = launch or launch_of(
         kernel_of(width, num_replayed),
         rows=rows, is_per_channel=is_per_channel, state_bytes=state.element_size(),
     )  # fmt: skip
     q, k, v, log_decay = (_inner_contiguous(x, 2) for x in (q, k, v, log_decay))
     beta = beta if beta is None else _inner_contiguous(beta, 1)
+    if isinstance(launch, ChainLaunch):
+        assert beta is not None, "a chain of a delta rule has beta"
+        inputs = (q, k, v, beta, log_decay)
+        return _run_chain(inputs, memory, indices, launch, l2norm_eps=l2norm_eps, scale=scale)
     columns = width if beta is None else 2 * width
     least_entries = 16 if width > 1 or num_replayed > FEW_ENTRIES else 1
     shape = _Shape(num_replayed, least_entries, columns, width, memory)
@@ -143,6 +161,42 @@ def replay_window(
         W=width, XP=max(8, 1 << (columns - 1).bit_length()), HAS_DELTA=beta is not None,
         HAS_DOTS=launch.has_dots, SPLIT_STATE=state.dtype is torch.float32,
         **chained(q), num_warps=launch.num_warps, maxnreg=launch.max_registers,
+    )  # fmt: skip
+    return out
+
+
+def _run_chain(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],  # q, k, v, beta, log_decay
+    memory: ReplayMemory,
+    indices: ReplayIndices,
+    launch: ChainLaunch,
+    *,
+    l2norm_eps: float | None,
+    scale: float,
+) -> Tensor:
+    q, _, v, _, log_decay = inputs
+    rows, width, key_heads, key_dim = q.shape
+    value_heads, value_dim = v.shape[2:]
+    is_per_channel = log_decay.shape[3] > 1
+    launch = launch.clipped(value_dim)
+    state = memory.checkpoint
+    out = torch.empty((rows, width, value_heads, value_dim), dtype=q.dtype, device=q.device)
+    _chain_kernel[value_heads * (value_dim // launch.run_v), rows](
+        *inputs, out, state, memory.d_ring, memory.k_ring, memory.g_ring,
+        indices.ring_read.contiguous(), indices.ring_write.contiguous(),
+        indices.fold_mask.contiguous().view(torch.uint8), indices.read_rows, indices.fold_rows,
+        *(stride for x in inputs for stride in x.stride()[:2]),
+        memory.d_ring.shape[0] - 1, scale, 0.0 if l2norm_eps is None else l2norm_eps,
+        N=indices.ring_read.shape[1], W=width, HALF=max(4, 1 << (width - 1).bit_length()),
+        H=key_heads, HV=value_heads, K=key_dim, V=value_dim,
+        BV=launch.block_v, BLOCKS=launch.run_v // launch.block_v, STAGES=launch.num_stages,
+        # in one warp four threads read a row of a tile, four times 16 bytes each
+        KB=64 // state.element_size() if launch.num_warps == 1 else 32,
+        IS_DIRECT=launch.num_warps == 1,
+        IS_PER_CHANNEL=is_per_channel, HAS_NORM=l2norm_eps is not None,
+        SPLIT_X=is_per_channel or q.dtype is torch.float32,
+        SPLIT_STATE=state.dtype is torch.float32,
+        num_warps=launch.num_warps, num_stages=1, maxnreg=launch.max_registers, **chained(q),
     )  # fmt: skip
     return out
 

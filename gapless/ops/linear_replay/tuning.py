@@ -5,7 +5,7 @@ Chosen with `python -m benchmarks.gpu.linear_replay --sweep`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,40 @@ TABLE: dict[tuple[str, bool, int], tuple[Launch, Launch, Launch]] = {
     ("wide", True, 2): _WIDE,
 }
 MATERIALIZE = Launch(32, 4, 4)
+
+
+@dataclass(frozen=True)
+class ChainLaunch:
+    """How the kernel of chains is launched."""
+
+    block_v: int
+    """BV: value channels read at a time."""
+    run_v: int
+    """Value channels of a program, a multiple of block_v."""
+    num_warps: int = 1
+    """With one no state passes through shared memory."""
+    max_registers: int | None = None
+    """Most registers of a thread, None for the compiler's choice."""
+    num_stages: int = 1
+    """Blocks of a run in flight through shared memory; 1 for a run of one block."""
+
+    def clipped(self, value_dim: int) -> ChainLaunch:
+        """Return the same for heads of at most `value_dim` channels."""
+        block_v, run_v = min(self.block_v, value_dim), min(self.run_v, value_dim)
+        return replace(self, block_v=block_v, run_v=run_v)
+
+
+# (whether windows are narrow, is_per_channel) -> a launch per row bucket
+CHAINS: dict[tuple[bool, bool], tuple[ChainLaunch, ChainLaunch, ChainLaunch]] = {
+    (True, False): (ChainLaunch(16, 16), ChainLaunch(32, 32), ChainLaunch(32, 64, 1, 168)),
+    (True, True): (ChainLaunch(16, 16), ChainLaunch(32, 32), ChainLaunch(32, 128)),
+    (False, False): (
+        ChainLaunch(32, 32, 4), ChainLaunch(32, 64, 2, None, 2), ChainLaunch(32, 128, 2, None, 3),
+    ),
+    (False, True): (
+        ChainLaunch(32, 32, 4), ChainLaunch(64, 128, 4, None, 2), ChainLaunch(64, 128, 4, None, 2),
+    ),
+}  # fmt: skip
 # most tokens of a window whose columns are summed one by one
 MAX_NARROW = 4
 
@@ -73,3 +107,8 @@ def launch_of(kernel: str, *, rows: int, is_per_channel: bool, state_bytes: int)
     """Return the settings of a kernel for a batch of `rows` rows."""
     bucket = sum(rows > most for most in MAX_ROWS)
     return TABLE[kernel, is_per_channel, state_bytes][bucket]
+
+
+def chain_launch_of(width: int, *, rows: int, is_per_channel: bool) -> ChainLaunch:
+    """Return the settings of the kernel of chains for windows of `width` tokens of `rows` rows."""
+    return CHAINS[width <= MAX_NARROW, is_per_channel][sum(rows > most for most in MAX_ROWS)]
