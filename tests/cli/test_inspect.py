@@ -150,6 +150,15 @@ def test_mtp_layers_count_when_they_draft(
     )
 
 
+def test_sizes_with_a_tree_are_those_of_its_window(run: Run, tmp_path: Path) -> None:
+    flags_of_tree = ("--speculative-topk", "2", "--speculative-num-draft-tokens", "10")
+    path = str(write_config("qwen3_5", tmp_path))
+    done = run("inspect", path, "--json", "--num-drafts", "3", *flags_of_tree)
+    _, speculative = json.loads(done.out)["sizes"]
+    assert speculative["num_drafts"] == 9
+    assert speculative["ring_entries"] == 16 + 2 * 10
+
+
 def make_footprint(spec: Architecture, **changes: Any) -> Footprint:
     settings = {
         "device": "cpu", "dtype": "bfloat16", "ssm_dtype": "float32", "page_size": 3,
@@ -379,6 +388,10 @@ def test_a_gpu_that_is_not_here(run: Run) -> None:
         (
             ("--num-drafts", "2", "--speculative-num-steps", "3"),
             "ConfigError: num_drafts=2 and speculative_num_steps=3 were both given; give one",
+        ),
+        (
+            ("--speculative-topk", "2", "--speculative-num-draft-tokens", "12"),
+            "ConfigError: speculative_num_draft_tokens=12: with speculative_topk=2 and",
         ),
         (("--page-size", "0"), "ConfigError: page_size=0: want an integer of at least 1"),
         (("--revision", "v2"), "ConfigError: revision='v2' has no effect on the bundled model"),

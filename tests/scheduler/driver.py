@@ -6,6 +6,7 @@ import random
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
+from gapless.cache.pages import largest_reserved_len
 from gapless.core.request import FinishReason, Request, Status
 from gapless.core.sampling_params import SamplingParams
 from gapless.scheduler import scheduler as scheduler_module
@@ -22,6 +23,7 @@ from tests.scheduler.hash_device import (
 )
 
 if TYPE_CHECKING:
+    from gapless.core.draft_shape import TreeShape
     from gapless.core.plan import Delta, StepPlan, StepResult
 
 HOST_ENDS = (FinishReason.STOP, FinishReason.ABORT)
@@ -206,7 +208,7 @@ class Driver:
 
     def _is_impossible(self, request: Request) -> bool:
         limits, limit_len = self.limits, request.limit_len
-        most_tokens = limit_len - 1 + limits.max_window - 1
+        most_tokens = largest_reserved_len(limits.max_window, limit_len, limits.tree)
         return (
             not 0 < len(request.prompt_ids) < limit_len <= limits.max_model_len
             or most_tokens > limits.num_pages * limits.page_size
@@ -218,11 +220,16 @@ def _slots_of(plan: StepPlan) -> set[int]:
 
 
 def random_sizes(
-    rng: random.Random, window: int, flaws: frozenset[Flaw], *, uses_prefix_cache: bool
+    rng: random.Random,
+    window: int,
+    flaws: frozenset[Flaw],
+    *,
+    uses_prefix_cache: bool,
+    tree: TreeShape | None = None,
 ) -> Sizes:
     """Small pools: most hold little more than the longest request."""
     max_model_len, page_size = rng.randrange(8, 40), rng.randrange(1, 6)
-    largest = -(-(max_model_len + window - 2) // page_size)
+    largest = -(-largest_reserved_len(window, max_model_len, tree) // page_size)
     limits = SchedulerLimits(
         max_running_requests=rng.randrange(1, 7),
         max_model_len=max_model_len,
@@ -231,6 +238,7 @@ def random_sizes(
         num_state_rows=rng.randrange(1, 9),
         chunked_prefill_size=rng.choice([1, 2, 3, 7, 16, 64]),
         max_window=window,
+        tree=tree,
         replay_len=rng.choice([1, 2, 4, 5]),
         uses_prefix_cache=uses_prefix_cache,
         needs_snapshots=window > 1 or rng.random() < 0.8,
@@ -286,10 +294,11 @@ def run_program(
     run_ahead: int = 1,
     flaws: frozenset[Flaw] = frozenset(),
     uses_prefix_cache: bool = True,
+    tree: TreeShape | None = None,
 ) -> Driver:
     """Run one random program to its end; raises AssertionError where the design is broken."""
     rng = random.Random(seed)
-    sizes = random_sizes(rng, window, flaws, uses_prefix_cache=uses_prefix_cache)
+    sizes = random_sizes(rng, window, flaws, uses_prefix_cache=uses_prefix_cache, tree=tree)
     driver = Driver(sizes, run_ahead)
     num_requests, end_rate = rng.randrange(1, 16), rng.choice([0.0, 0.0, 0.1, 0.3])
     flush_rate, submit_rate = rng.choice([0.0, 0.0, 0.02]), rng.choice([0.3, 0.8])

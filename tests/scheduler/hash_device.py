@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gapless.core import architecture
+from gapless.core.draft_shape import draft_reach, most_emitted
 from gapless.core.plan import StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from gapless.core.plan import PrefillSegment, SlotSave, Transfer
     from gapless.core.request import Request
@@ -50,6 +51,8 @@ class Flaw(Enum):
     LOADS_COME_LATE = auto()  # what the host holds arrives once the step's prefill has run
     TAIL_IS_NOT_SAVED = auto()  # the convolution tail of a snapshot stays what it was
     HIDDEN_IS_NOT_SAVED = auto()  # so does the last hidden state
+    PATH_IS_LEFT_WHERE_IT_IS = auto()  # a tree's accepted path is not moved together
+    PATH_MOVES_ENTRY_BY_ENTRY = auto()  # it is, but last entries first, each before others are read
     FIRST_MTP_KV_IS_KEPT = auto()  # a resumed request keeps its prefix's MTP KV at its start
 
 
@@ -129,6 +132,7 @@ class Slot:
 
     page_table: list[int]
     window: list[int]
+    parents: list[int]
     ring: list[int]
     conv_ring: list[int]
     hidden_ring: list[int]
@@ -182,11 +186,16 @@ class HashDevice:
         ring_len = architecture.ring_capacity(self.replay_len, self.window)
         conv_len = architecture.conv_ring_capacity(CONV_WIDTH, self.window)
         # windows, drafts and reservations reach past the context's end
-        num_entries = -(-(limits.max_model_len + 4 * self.window) // self.page_size)
+        self.tree = limits.tree
+        self.reach = draft_reach(self.window, self.tree)
+        ahead = 4 * self.window + 2 * self.reach
+        num_entries = -(-(limits.max_model_len + ahead) // self.page_size)
         self.slots = [
             Slot(
                 page_table=[self.null_page] * num_entries,
                 window=[0] * self.window,
+                # a chain, until drafts come
+                parents=list(range(-1, self.window - 1)),
                 ring=[self._unwritten() for _ in range(ring_len)],
                 conv_ring=[self._unwritten() for _ in range(conv_len)],
                 hidden_ring=[self._unwritten() for _ in range(self.window + 1)],
@@ -257,9 +266,9 @@ class HashDevice:
         if self._state_at(slot, position) != state:
             raise Divergence(f"slot {index}: wrong state at {position}")
         # the taps of the token that may follow, which is itself the last of CONV_WIDTH
-        if self._taps(slot, position - 1)[1:] != taps_of(prefix)[1:]:
+        if self._taps(slot, range(position))[1:] != taps_of(prefix)[1:]:
             raise Divergence(f"slot {index}: wrong convolution tail at {position}")
-        if self._read_kv(slot, position) != kv:
+        if self._read_kv(slot, range(position)) != kv:
             raise Divergence(f"slot {index}: wrong KV before {position}")
         if position and self._hidden(slot, position - 1) != state:
             raise Divergence(f"slot {index}: wrong hidden state before {position}")
@@ -295,7 +304,7 @@ class HashDevice:
     def _store(self, slot: Slot, row: int, position: int, state: int) -> None:
         """Put a slot's state, convolution tail and hidden state at a position into a row."""
         old = self.rows[row]
-        tail = self._taps(slot, position - 1)[1:]
+        tail = self._taps(slot, range(position))[1:]
         hidden = slot.hidden_ring[(position - 1) % len(slot.hidden_ring)]
         self.rows[row] = Row(
             state,
@@ -370,13 +379,12 @@ class HashDevice:
             value = self._unwritten()
         kv[address] = value
 
-    def _read_kv(self, slot: Slot, num_positions: int) -> tuple[int, ...]:
-        return tuple(self.kv[self._address(slot, p)] for p in range(num_positions))
+    def _read_kv(self, slot: Slot, positions: Iterable[int]) -> tuple[int, ...]:
+        return tuple(self.kv[self._address(slot, p)] for p in positions)
 
-    def _taps(self, slot: Slot, position: int) -> tuple[int | None, ...]:
-        ring = slot.conv_ring
-        span = range(position - CONV_WIDTH + 1, position + 1)
-        return tuple(ring[p % len(ring)] if p >= 0 else None for p in span)
+    def _taps(self, slot: Slot, positions: Sequence[int]) -> tuple[int | None, ...]:
+        ring, nearest = slot.conv_ring, positions[-CONV_WIDTH:]
+        return (None,) * (CONV_WIDTH - len(nearest)) + tuple(ring[p % len(ring)] for p in nearest)
 
     def _state_at(self, slot: Slot, position: int) -> int:
         state = self.rows[slot.state_row].state if slot.checkpoint_len > 0 else 0
@@ -430,7 +438,7 @@ class HashDevice:
             raise Divergence(f"resumed at {start} from the state of something else")
         if self.window > 1 and row.hidden != state:
             raise Divergence(f"resumed at {start} from the hidden state of something else")
-        if self._read_kv(slot, start) != kv:
+        if self._read_kv(slot, range(start)) != kv:
             raise Divergence(f"resumed at {start} with the KV of something else")
         for back, token in enumerate(reversed(row.conv_tail), start=1):
             if token is not None:
@@ -445,7 +453,7 @@ class HashDevice:
         slot, request, n = self.slots[segment.slot], segment.request, segment.end
         slot.limit_len, slot.min_len = request.limit_len, request.min_len
         slot.stop_ids, slot.request = request.stop_ids, request
-        token = self._target(slot, n, self.rows[slot.state_row].state)
+        token = self._target(slot, range(n), self.rows[slot.state_row].state)
         slot.is_done = self._is_end(slot, token, n + 1)
         slot.history = (*request.token_ids[:n], token)
         if self.window > 1:
@@ -453,11 +461,18 @@ class HashDevice:
         self._settle(slot, token)
         return token
 
-    def _target(self, slot: Slot, position: int, state: int) -> int:
-        """Sample the token at `position` from everything before it."""
-        masked = slot.stop_ids if position < slot.min_len else ()
-        kv = self._read_kv(slot, position)
-        return next_token(state, kv, self._taps(slot, position - 1), masked=masked)
+    def _target(self, slot: Slot, positions: Sequence[int], state: int) -> int:
+        """Sample the next token from all before it, given where those are stored."""
+        masked = slot.stop_ids if len(positions) < slot.min_len else ()
+        kv = self._read_kv(slot, positions)
+        return next_token(state, kv, self._taps(slot, positions), masked=masked)
+
+    def _path(self, slot: Slot, node: int) -> list[int]:
+        """Nodes from the newest token to one of the window."""
+        path = [node]
+        while path[0]:
+            path.insert(0, slot.parents[path[0]])
+        return path
 
     def _is_end(self, slot: Slot, token: int, total_len: int) -> bool:
         is_stop = token in slot.stop_ids and total_len > slot.min_len
@@ -479,30 +494,45 @@ class HashDevice:
         order least kind to a ring that is too short.
         """
         q = slot.seq_len
-        states, entries = [self._state_at(slot, q)], []
+        before, after, entries = [], [], []
         for i, token in enumerate(slot.window):
-            entries.append(state_input(token, states[i]))
-            states.append(fold(states[i], entries[i]))
+            before.append(after[slot.parents[i]] if i else self._state_at(slot, q))
+            entries.append(state_input(token, before[i]))
+            after.append(fold(before[i], entries[i]))
         for i, token in enumerate(slot.window):
             slot.conv_ring[(q + i) % len(slot.conv_ring)] = token
             slot.ring[(q + i) % len(slot.ring)] = entries[i]
-            self._write(self.kv, slot, q + i, kv_value(token, states[i]))
-            slot.hidden_ring[(q + i) % len(slot.hidden_ring)] = states[i + 1]
+            self._write(self.kv, slot, q + i, kv_value(token, before[i]))
         folded_len = max(slot.checkpoint_len, q // self.replay_len * self.replay_len)
         folded = replace(self.rows[slot.state_row], state=self._state_at(slot, folded_len))
         self.rows[slot.state_row] = folded
         if not slot.is_done or Flaw.DONE_ROW_RUNS in self.flaws:
             slot.checkpoint_len = folded_len
-        hidden = states[1:]
-        return [(self._target(slot, q + 1 + i, h), h) for i, h in enumerate(hidden)]
+        stored = [[*range(q), *(q + n for n in self._path(slot, i))] for i in range(self.window)]
+        return [
+            (self._target(slot, positions, h), h)
+            for positions, h in zip(stored, after, strict=True)
+        ]
 
     def _accept(self, slot: Slot, nodes: list[tuple[int, int]]) -> list[int]:
         q, window, emitted, is_end = slot.seq_len, slot.window, [], False
-        for i, (token, _) in enumerate(nodes):
+        path: list[int] = []
+        following: int | None = 0
+        while following is not None:
+            path.append(following)
+            token = nodes[following][0]
             emitted.append(token)
             is_end = self._is_end(slot, token, q + 1 + len(emitted))
-            if is_end or window[i + 1 : i + 2] != [token]:
-                break
+            children = (
+                n for n in range(1, self.window)
+                if slot.parents[n] == path[-1] and window[n] == token
+            )  # fmt: skip
+            following = None if is_end else next(children, None)
+        self._close_up(slot, path)
+        for i in range(most_emitted(self.window, self.tree)):
+            # of a chain all its nodes have a hidden state there; past a path there is none
+            node = path[i] if i < len(path) else i
+            slot.hidden_ring[(q + i) % len(slot.hidden_ring)] = nodes[node][1]
         counted = len(emitted)
         if is_end and Flaw.STOP_IS_NOT_COUNTED in self.flaws:
             counted -= 1
@@ -514,9 +544,27 @@ class HashDevice:
         slot.history += tuple(emitted)
         if self.window > 1:
             for i, token in enumerate(emitted):
-                self._write(self.mtp_kv, slot, q + 1 + i, mtp_value(nodes[i][1], token))
+                self._write(self.mtp_kv, slot, q + 1 + i, mtp_value(nodes[path[i]][1], token))
         self._settle(slot, emitted[-1])
         return emitted
+
+    def _close_up(self, slot: Slot, path: Sequence[int]) -> None:
+        """Move what was stored for the nodes of a path to consecutive positions."""
+        if Flaw.PATH_IS_LEFT_WHERE_IT_IS in self.flaws:
+            return
+        q = slot.seq_len
+        moves = [(q + node, q + i) for i, node in enumerate(path)]
+        batches = [moves]
+        if Flaw.PATH_MOVES_ENTRY_BY_ENTRY in self.flaws:
+            batches = [[move] for move in reversed(moves)]
+        for batch in batches:
+            kv = self._read_kv(slot, (source for source, _ in batch))
+            for value, (_, target) in zip(kv, batch, strict=True):
+                self._write(self.kv, slot, target, value)
+            for ring in (slot.ring, slot.conv_ring):
+                read = [ring[source % len(ring)] for source, _ in batch]
+                for value, (_, target) in zip(read, batch, strict=True):
+                    ring[target % len(ring)] = value
 
     def _settle(self, slot: Slot, token: int) -> None:
         """End a step with its newest token: draft the rest of the window, or freeze."""
@@ -524,16 +572,26 @@ class HashDevice:
         if slot.is_done:
             slot.when_done = self._contents(slot)
             return
-        for i in range(1, self.window - 1):
+        for i in range(1, self.reach + 1):
             self._write(self.mtp_kv, slot, slot.seq_len + i, DRAFTED)
         assert slot.request is not None, "a drafting slot has a tenant"
-        tokens = slot.history
+        if self.tree is not None:
+            self._branch(slot, self.tree.num_steps)
         for i in range(1, self.window):
+            path = self._path(slot, slot.parents[i])
+            tokens = (*slot.history, *(slot.window[node] for node in path[1:]))
             draft = reference_next(slot.request, tokens)
             if self._random.random() >= self._accept_rate:
                 draft = self._random.randrange(VOCAB_SIZE)
             slot.window[i] = draft
-            tokens = (*tokens, draft)
+
+    def _branch(self, slot: Slot, deepest: int) -> None:
+        """Draw a tree."""
+        depths = [0]
+        for i in range(1, self.window):
+            parent = self._random.choice([n for n in range(i) if depths[n] < deepest])
+            slot.parents[i] = parent
+            depths.append(depths[parent] + 1)
 
     def _contents(self, slot: Slot) -> object:
         addresses = [self._address(slot, p) for p in range(slot.seq_len)]

@@ -13,6 +13,7 @@ import pytest
 from gapless.cache.manager import CacheManager
 from gapless.cache.pages import largest_reserved_len, reserved_len
 from gapless.cache.prefix import PrefixCache
+from gapless.core.draft_shape import TreeShape
 from tests.scheduler.driver import run_program
 from tests.scheduler.hash_device import Flaw
 
@@ -62,6 +63,41 @@ def reserved_len_less(tokens: int) -> Callable[[int, int, int, None], int]:
 @every_window
 def test_unbroken(window: int) -> None:
     assert not goes_wrong(window)
+
+
+TREES = {6: TreeShape(3, 2), 5: TreeShape(2, 4)}
+
+
+def trees_go_wrong(window: int, *flaws: Flaw) -> bool:
+    """Whether a program over trees among the first few fails a check."""
+    for seed in range(NUM_PROGRAMS):
+        try:
+            run_program(seed, window=window, tree=TREES[window], flaws=frozenset(flaws))
+        except AssertionError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("window", TREES)
+@pytest.mark.parametrize(
+    "flaw", [None, Flaw.PATH_IS_LEFT_WHERE_IT_IS, Flaw.PATH_MOVES_ENTRY_BY_ENTRY]
+)
+def test_paths_are_closed_up(window: int, flaw: Flaw | None) -> None:
+    assert trees_go_wrong(window, *filter(None, [flaw])) == (flaw is not None)
+
+
+@pytest.mark.parametrize("window", TREES)
+@pytest.mark.parametrize("is_cap", [False, True])
+def test_reservation_of_trees_one_token_short(
+    window: int, monkeypatch: pytest.MonkeyPatch, *, is_cap: bool
+) -> None:
+    def shortened(committed_len: int, max_window: int, limit_len: int, tree: TreeShape) -> int:
+        cap = largest_reserved_len(max_window, limit_len, tree)
+        wanted = reserved_len(committed_len, max_window, limit_len + 1000, tree)
+        return min(wanted, cap - 1) if is_cap else min(wanted - 1, cap)
+
+    monkeypatch.setattr("gapless.cache.manager.reserved_len", shortened)
+    assert trees_go_wrong(window)
 
 
 @every_window

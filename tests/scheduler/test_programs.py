@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from gapless.core.counters import WaitReason
+from gapless.core.draft_shape import TreeShape
 from tests.scheduler.driver import run_program
 
 
@@ -24,6 +25,22 @@ def test_programs(window: int) -> None:
     assert set(waits) == set(WaitReason)
     reasons = {final.finish_reason for driver in drivers for final in driver.finals.values()}
     assert len(reasons) == 4
+
+
+@pytest.mark.parametrize(
+    ("window", "tree", "count"),
+    [
+        (6, TreeShape(3, 2), 100),
+        (5, TreeShape(2, 4), 40),
+        (8, TreeShape(7, 3), 40),
+        pytest.param(16, TreeShape(4, 4), 1000, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+    ],
+)
+def test_programs_with_trees(window: int, tree: TreeShape, count: int) -> None:
+    drivers = [run_program(seed, window=window, tree=tree) for seed in range(2000, 2000 + count)]
+    accepted = sum(driver.scheduler.counters.num_accepted for driver in drivers)
+    assert accepted > 5 * count
+    assert sum(driver.scheduler.cache_counters.num_hits for driver in drivers) > count // 2
 
 
 @pytest.mark.slow
