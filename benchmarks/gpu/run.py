@@ -108,7 +108,8 @@ def run_engine(tp: int) -> dict[str, Any]:
     from benchmarks.gpu import communication, engine
 
     def decode(*args: str) -> dict[str, Any]:
-        return engine.run(engine.make_parser().parse_args(args))
+        # no longer than what is asked for, so that fewer steps are captured
+        return engine.run(engine.make_parser().parse_args(["--max-model-len", "1500", *args]))
 
     found: dict[str, Any] = {}
     if tp > 1:
