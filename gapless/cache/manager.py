@@ -91,7 +91,9 @@ class CacheManager:
         `committed_len` is what the host has read. Returns the entries to add to the page table.
         """
         first = len(request.pages)
-        missing = max(0, self._num_pages(request, committed_len) - first)
+        missing = self._num_pages(request, committed_len) - first
+        if missing <= 0:
+            return []
         if not self.prefix.make_room(missing) and is_alone:
             # pages that it shares stay while it holds them; the rest of that key may go
             self.prefix.unlock(self._held.pop(request, self.prefix.root))

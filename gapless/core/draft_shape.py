@@ -6,6 +6,7 @@ A window of W tokens is the newest token and its drafts: W - 1 in a row, or a tr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,13 @@ class TreeShape:
         return self.topk + (self.num_steps - 1) * self.topk**2
 
 
+@cache
 def most_emitted(max_window: int, tree: TreeShape | None) -> int:
     """Tokens that a step emits at most: those of the longest path, and the one after it."""
     return max_window if tree is None else 1 + tree.num_steps
 
 
+@cache
 def draft_reach(max_window: int, tree: TreeShape | None) -> int:
     """Positions past the newest token that draft passes write to.
 
@@ -40,6 +43,7 @@ def draft_reach(max_window: int, tree: TreeShape | None) -> int:
     return (tree.num_steps - 1) * tree.topk
 
 
+@cache
 def step_reach(max_window: int, tree: TreeShape | None) -> int:
     """Positions that a step reaches, from its committed length on: verifying and drafting."""
     if max_window == 1:

@@ -201,7 +201,7 @@ class Scheduler:
             prefill=prefill,
             decode=tuple(DecodeRow(request, request.slot) for request in rows),
             page_entries=page_entries,
-            max_seq_len=max((self._largest_seq_len(request) for request in rows), default=0),
+            max_seq_len=self._largest_seq_len(rows),
             saves=tuple(self._saves),
             loads=self._cache.prefix.take_loads(),
             stores=self._cache.prefix.begin_stores(),
@@ -448,11 +448,12 @@ class Scheduler:
         waits[reason] = waits.get(reason, 0) + 1
         self._wait_reason = reason
 
-    def _largest_seq_len(self, request: Request) -> int:
-        """Upper bound of the device's committed length when the planned step starts."""
-        emitted = most_emitted(self._limits.max_window, self._limits.tree)
-        unread = emitted * len(self._unread)
-        return min(committed_len(request) + unread, request.limit_len - 1)
+    def _largest_seq_len(self, requests: Iterable[Request]) -> int:
+        """Upper bound of the device's committed lengths when the planned step starts."""
+        limits = self._limits
+        unread = most_emitted(limits.max_window, limits.tree) * len(self._unread)
+        lens = (min(committed_len(r) + unread, r.limit_len - 1) for r in requests)
+        return max(lens, default=0)
 
     def _append(self, request: Request, tokens: Iterable[int]) -> None:
         for token in tokens:

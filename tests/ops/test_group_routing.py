@@ -54,6 +54,9 @@ def test_choice_and_weights(spec: GroupedMoeSpec, num_open: int) -> None:
         expected = plain(logits[row], bias, spec)
         assert list(found) == list(expected)
         assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-12)
+    # as the kernels of experts read them
+    assert weights.is_contiguous()
+    assert experts.is_contiguous()
 
 
 @pytest.mark.parametrize("spec", [SPEC, SOFT], ids=["sigmoid", "softmax"])

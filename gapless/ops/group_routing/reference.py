@@ -50,7 +50,8 @@ def route_in_groups(
     if spec.num_active_groups < spec.num_groups:
         wanted = _within_best_groups(wanted, spec, num_best)
     # a top-k would leave the order of ties open
-    experts = wanted.sort(dim=-1, descending=True, stable=True)[1][:, : spec.num_active]
+    ranked = wanted.sort(dim=-1, descending=True, stable=True)[1]
+    experts = ranked[:, : spec.num_active].contiguous()
     weights = scores.gather(1, experts)
     if spec.renormalises:
         weights = weights / (weights.sum(-1, keepdim=True) + spec.sum_eps)
