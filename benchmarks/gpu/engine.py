@@ -46,7 +46,22 @@ FORCED_ACCEPTANCE = 3.0
 CLASSES = (
     ("communication", ("nccl", "_peer_sum")),
     ("moe", ("_route", "_gathered", "_grouped", "_sort", "_combine")),
-    ("linear state", ("_replay", "_materialize", "_delta_gates", "_normalize", "chunk_")),
+    (
+        "linear state",
+        (
+            "_token_weights",
+            "_window_weights",
+            "_fold",
+            "_stream",
+            "_chain",
+            "_delta_gates",
+            "_discretise",
+            "_skip_gate",
+            "_normalize",
+            "_scan",
+            "chunk_",
+        ),
+    ),
     ("attention", ("_window_kernel", "_window_combine", "_prefill", "_qk_norm_rope")),
     ("sampling", ("_maximum", "_survey", "_collect", "_choose", "_noise", "_settle")),
     ("projections", ("nvjet", "gemv", "gemm", "cutlass", "sm90_xmma", "sm80_xmma", "_skinny")),
