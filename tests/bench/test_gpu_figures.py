@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import gapless.ops
 from benchmarks.gpu import harness
 from benchmarks.gpu.engine import idle_shares, kernel_class
 from benchmarks.gpu.models import MODELS, write_checkpoint
 from benchmarks.gpu.run import speedups
 from gapless.config.hf import read_hf_config
 from gapless.models.registry import read_architecture
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -31,7 +31,7 @@ def test_models_have_the_shapes_that_they_are_named_after(name: str, tmp_path: P
 
 @pytest.mark.parametrize(("name", "wanted"), [
     ("_window_kernel", "attention"),
-    ("_replay_window_kernel", "linear state"),
+    ("_stream_kernel", "linear state"),
     ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "projections"),
     ("_rms_norm_kernel", "norm and conv"),
     ("_combine_kernel", "moe"),
@@ -90,3 +90,13 @@ def test_an_error_that_is_no_number_is_beyond_every_bound() -> None:
     bad = harness.relative(torch.tensor([1.0, float("nan")]), torch.ones(2))
     assert not harness.result("nan", bad, 1e9)["ok"]
     assert harness.relative(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 0.0])) == 4 / 3
+
+
+@pytest.mark.parametrize("folder", ["linear_replay", "linear_chunk", "ssm_gates"])
+def test_kernels_of_linear_layers_count_as_such(folder: str) -> None:
+    files = list((Path(gapless.ops.__file__).parent / folder).glob("*kernel*.py"))
+    names = [
+        name for file in files for name in re.findall(r"def (_\w+_kernel)\(", file.read_text())
+    ]
+    assert names, "a folder of kernels has some"
+    assert {kernel_class(name) for name in names} == {"linear state"}
