@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,6 +52,13 @@ def _fixed_seeds() -> None:
 
 @pytest.fixture(autouse=True)
 def _logger_as_imported() -> Iterator[None]:
+    """Fixtures of wider scope that run a command do so within `unconfigured` themselves."""
+    with unconfigured():
+        yield
+
+
+@contextmanager
+def unconfigured() -> Iterator[None]:
     """Undo what a command's `configure` did to the package's logger."""
     logger = logging.getLogger("gapless")
     before = (list(logger.handlers), logger.level, logger.propagate)

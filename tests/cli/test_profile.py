@@ -17,6 +17,7 @@ from gapless.cli import main
 from gapless.observe.trace import Kind, Trace
 from gapless.runner.decode import DecodeRunner
 from gapless.runner.stages import Stage
+from tests.conftest import unconfigured
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -121,8 +122,9 @@ def test_a_plan_shows_as_a_seam(
 def folder(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one run wrote."""
     folder = tmp_path_factory.mktemp("profile") / "made" / "<here>"
-    assert main(["profile", "--model", str(tiny_checkpoint), *LOAD, *SMALL,
-                 "--output-dir", str(folder)]) == 0  # fmt: skip
+    with unconfigured():
+        assert main(["profile", "--model", str(tiny_checkpoint), *LOAD, *SMALL,
+                     "--output-dir", str(folder)]) == 0  # fmt: skip
     return folder
 
 
