@@ -2,7 +2,7 @@
 
 Same functions and meaning as `reference.py`. The ring entry of zeros is the rings' last one, so
 that it is recognised and not read. Chains of several tokens under a delta rule take one launch
-(`chain_kernel.py`), all else two (`kernels.py`), whichever is faster.
+where the state is fp32 (`chain_kernel.py`), all else two (`kernels.py`).
 """
 
 from __future__ import annotations
