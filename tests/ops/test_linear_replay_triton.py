@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,11 @@ from gapless.ops.draft_tree import ancestor_bits
 from gapless.ops.linear_replay import ReplayIndices, ReplayMemory, reference, triton
 from gapless.ops.linear_replay.tuning import Launch
 from tests.ops.step_recurrence import Tokens, same_bits, step
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from _pytest.mark import ParameterSet
 
 # padded rows compute on NaN
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -284,49 +291,59 @@ def lengths_of(shape: Shape) -> list[tuple[int, int]]:
     return lengths
 
 
-@pytest.mark.parametrize("replay_len", [1, 4, 16])
-@pytest.mark.parametrize("width", [1, 2, 3, 4, 8, 16])
-@pytest.mark.parametrize("recurrence", list(Recurrence))
+def rotated(*axes: Sequence[Any]) -> list[ParameterSet]:
+    """Return every combination of a recurrence with the axes' values.
+
+    Each combination of the axes stays in the short run with one recurrence, in turn; the sweep
+    over the others is slow.
+    """
+    cases = []
+    for places in product(range(len(Recurrence)), *(range(len(axis)) for axis in axes)):
+        values = [axis[i] for axis, i in zip((list(Recurrence), *axes), places, strict=True)]
+        marks = [pytest.mark.slow] if sum(places) % len(Recurrence) else []
+        cases.append(pytest.param(*values, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(
+    ("recurrence", "width", "replay_len"), rotated([1, 2, 3, 4, 8, 16], [1, 4, 16])
+)
 def test_step_agrees_with_definition(recurrence: Recurrence, width: int, replay_len: int) -> None:
     # chains, and trees where there is room for one
-    shape = Shape(recurrence, width, replay_len, value_heads=1, is_tree=width > 2)
+    shape = Shape(recurrence, width, replay_len, value_heads=1, key_dim=64, is_tree=width > 2)
     lengths = lengths_of(shape)
     # the costly shapes keep a full ring and the furthest fold
     check_step(shape, lengths if width < 8 else lengths[2:4])
 
 
-@pytest.mark.parametrize("launch", [SUMS, DOTS])
-@pytest.mark.parametrize("width", [1, 4, 5])
-@pytest.mark.parametrize("recurrence", list(Recurrence))
+@pytest.mark.parametrize(("recurrence", "width", "launch"), rotated([1, 4, 5], [SUMS, DOTS]))
 def test_both_ways_to_sum_agree_with_definition(
     recurrence: Recurrence, width: int, launch: Launch
 ) -> None:
-    shape = Shape(recurrence, width, 6, launch=launch)
+    shape = Shape(recurrence, width, 6, value_heads=1, key_dim=64, launch=launch)
     check_step(shape, lengths_of(shape))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"key_heads": 1, "value_heads": 4},
-        {"key_heads": 2, "value_heads": 2, "key_dim": 64, "value_dim": 128},
-        {"key_heads": 2, "value_heads": 4, "key_dim": 64, "value_dim": 64},
-        {"key_heads": 1, "value_heads": 3, "key_dim": 64},
-        {"key_dim": 256, "launch": Launch(64, 2, 4)},
-        {"dtype": torch.float32},
-        {"dtype": torch.float16, "eps": None},
-        {"state_dtype": torch.bfloat16},
-        {"max_width": 5, "replay_len": 9},
-        {"replay_len": 40},
-    ],
-    ids="-".join,
-)
-@pytest.mark.parametrize("width", [1, 4])
-@pytest.mark.parametrize("recurrence", list(Recurrence))
+VARIANTS: list[dict[str, Any]] = [
+    {"key_heads": 1, "value_heads": 4},
+    {"key_heads": 2, "value_heads": 2, "value_dim": 128},
+    {"key_heads": 2, "value_heads": 4},
+    {"key_heads": 1, "value_heads": 3},
+    {"key_dim": 128},
+    {"key_dim": 256, "launch": Launch(64, 2, 4)},
+    {"dtype": torch.float32},
+    {"dtype": torch.float16, "eps": None},
+    {"state_dtype": torch.bfloat16},
+    {"max_width": 5, "replay_len": 9},
+    {"replay_len": 40},
+]
+
+
+@pytest.mark.parametrize(("recurrence", "width", "change"), rotated([1, 4], VARIANTS))
 def test_variants_agree_with_definition(
-    recurrence: Recurrence, width: int, change: dict[str, object]
+    recurrence: Recurrence, width: int, change: dict[str, Any]
 ) -> None:
-    shape = replace(Shape(recurrence, width), **change)
+    shape = replace(Shape(recurrence, width, key_dim=64), **change)
     check_step(shape, lengths_of(shape)[1:4])
 
 

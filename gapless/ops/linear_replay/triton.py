@@ -2,7 +2,7 @@
 
 Same functions and meaning as `reference.py`. The ring entry of zeros is the rings' last one, so
 that it is recognised and not read. Chains of several tokens under a delta rule take one launch
-(`chain_kernel.py`), all else two (`kernels.py`), whichever is faster.
+where the state is fp32 (`chain_kernel.py`), all else two (`kernels.py`).
 """
 
 from __future__ import annotations
@@ -110,7 +110,9 @@ def replay_window(
     _assert_contiguous(memory)
     state = memory.checkpoint
     is_per_channel = recurrence is Recurrence.KIMI_DELTA
-    is_chain = width > 1 and beta is not None and ancestors is None
+    # the kernel of chains reads a fold back out of memory, where bf16 has rounded it
+    has_exact_fold = state.dtype is torch.float32
+    is_chain = width > 1 and beta is not None and ancestors is None and has_exact_fold
     if launch is None and is_chain and num_replayed - width <= MAX_LIVE:
         launch = chain_launch_of(width, rows=rows, is_per_channel=is_per_channel)
     launch = launch or launch_of(
