@@ -80,13 +80,15 @@ class Capture:
         """Capture over inputs that name the null slot only, so that warming up changes nothing."""
         torch.cuda.synchronize()
         graphs: list[torch.cuda.CUDAGraph] = []
+        # a captured run has computed nothing yet: what it hands on is memory that holds anything,
+        # indices among it, so warming up goes on from what was run
         value: Any = None
+        warm: Any = None
         with torch.cuda.stream(self._stream):
             for run in runs:
-                before = value
                 # a plan's copies are no part of the graph
                 _plan(run)
-                _run(run, before)
+                warm = _run(run, warm)
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 with (
@@ -98,7 +100,7 @@ class Capture:
                         capture_error_mode="thread_local",
                     ),
                 ):
-                    value = _run(run, before)
+                    value = _run(run, value)
                 graphs.append(graph)
         torch.cuda.synchronize()
         return graphs, value

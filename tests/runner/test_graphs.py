@@ -1,4 +1,4 @@
-"""When captured graphs come and go: neither a graph nor its memory waits for a collector."""
+"""Captures, of which a CPU does all but the capturing, and when graphs and their memory go."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gapless.runner.stages import Stage
 from tests.engine_fixtures import runner_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 class FakeCuda:
@@ -90,6 +90,27 @@ def test_nothing_is_collected_within_a_capture(
     assert gc.isenabled()
     gc.collect()
     assert deaths == [False] * (2 if fails else 4)
+
+
+def test_warming_up_never_reads_what_was_only_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a seam too, whose stages get what those before it made."""
+    cuda = FakeCuda(monkeypatch)
+    made: list[tuple[str, bool]] = []
+
+    def stage(name: str) -> Callable[[Any], tuple[str, bool]]:
+        def run(before: tuple[str, bool] | None) -> tuple[str, bool]:
+            assert before == (made[-2] if made[1:] else None)
+            made.append((name, cuda.is_capturing))
+            return made[-1]
+
+        return run
+
+    names = ("verify", "accept", "extend")
+    stages = [[Stage(name, stage(name), plan=lambda: None)] for name in names]
+    graphs, output = Capture().run(stages)
+    assert len(graphs) == len(names)
+    assert made == [(name, is_captured) for name in names for is_captured in (False, True)]
+    assert output == ("extend", True)
 
 
 def test_a_collector_that_was_off_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
