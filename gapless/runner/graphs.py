@@ -6,7 +6,9 @@ behave alike on every device.
 
 from __future__ import annotations
 
+import gc
 import logging
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +19,7 @@ from gapless.observe.trace import Kind, Trace
 from gapless.runner.stages import Stage, cut_at_seams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -78,22 +80,47 @@ class Capture:
         """Capture over inputs that name the null slot only, so that warming up changes nothing."""
         torch.cuda.synchronize()
         graphs: list[torch.cuda.CUDAGraph] = []
+        # a captured run has computed nothing yet: what it hands on is memory that holds anything,
+        # indices among it, so warming up goes on from what was run
         value: Any = None
+        warm: Any = None
         with torch.cuda.stream(self._stream):
             for run in runs:
-                before = value
                 # a plan's copies are no part of the graph
                 _plan(run)
-                _run(run, before)
+                warm = _run(run, warm)
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(
-                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                with (
+                    _nothing_collected(),
+                    torch.cuda.graph(
+                        graph,
+                        pool=self._pool,
+                        stream=self._stream,
+                        capture_error_mode="thread_local",
+                    ),
                 ):
-                    value = _run(run, before)
+                    value = _run(run, value)
                 graphs.append(graph)
         torch.cuda.synchronize()
         return graphs, value
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Keep the collector of cycles from running.
+
+    It would run in the middle of a capture, and what it finds may be a graph or a kernel of an
+    engine that is gone. Destroying one is not permitted while a stream captures: the capture
+    becomes invalid, and then torch's allocator throws where it may not, which ends the process.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _plan(stages: Sequence[Stage], trace: Trace | None = None) -> None:

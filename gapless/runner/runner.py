@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -121,6 +122,10 @@ class Runner:
         self._tier = HostTier(device, config) if config.num_host_pages else None
         self._results = Download(results)
         self._trace: Trace | None = None
+        # stages hold the runners that hold them: graphs go with this object, and with them their
+        # memory, not when a collector of cycles comes by, which may be within another's capture
+        for owner in (self._prefill, self._decode):
+            weakref.finalize(self, owner.forget_graphs).atexit = False
 
     def watch(self, trace: Trace | None) -> None:
         """Record the parts of each step from now on; None ends it."""
