@@ -36,6 +36,8 @@ MIXES = {
     "convolutions": ["conv", "block", "conv"],
     "no_linear": ["attention", "block", "attention"],
 }
+# between them they have all kinds of layers, and none of some
+WIDE_MIXES = {"all", "fixed_decays", "no_attention", "no_linear"}
 WIDEST = 5
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.1, top_k=50, seed=4, max_tokens=24, ignore_eos=True)
@@ -124,7 +126,9 @@ def make(directory: Path, **options: Any) -> LLM:
     return LLM(str(directory), **{**defaults, **options})
 
 
-@AT
+@pytest.mark.parametrize("name", [
+    name if name in WIDE_MIXES else pytest.param(name, marks=pytest.mark.slow) for name in MIXES
+])  # fmt: skip
 @pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_prefixes_and_drafts_change_nothing(
     checkpoint: Callable[[str], Path], name: str, drafts: int
