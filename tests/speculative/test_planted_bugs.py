@@ -13,7 +13,7 @@ from gapless.ops.acceptance import reference as acceptance
 from gapless.runner import accept as accept_stage
 from gapless.runner import decode
 from gapless.speculative import mtp
-from tests.speculative.test_state import test_state_is_that_of_a_fresh_prefill
+from tests.speculative import test_state
 
 OPTIONS: dict[str, Any] = {"max_running_requests": 3, "max_model_len": 128, "dtype": "float64"}
 QUESTIONS = [
@@ -94,7 +94,7 @@ def test_double_fold_on_done_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(decode, "accept", forgets)
     with pytest.raises(AssertionError):
-        test_state_is_that_of_a_fresh_prefill(3, 4, {})
+        test_state.test_state_is_that_of_a_fresh_prefill(3, 4, {})
 
 
 def test_drafts_from_the_rejected_end_of_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
