@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 # seconds that a whole test run may take
-TEST_LIMIT ?= 1800
+TEST_LIMIT ?= 3600
 TEST_ALL_LIMIT ?= 7200
 
 export OMP_NUM_THREADS := 1

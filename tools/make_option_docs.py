@@ -23,6 +23,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 # what the package itself reads from the environment: name to meaning
 OWN_VARIABLES: dict[str, str] = {
     "GAPLESS_API_KEY": "key that `gapless serve` asks for, and that `gapless bench serve` sends",
+    "NCCL_NVLS_ENABLE": "1 lets NCCL use NVLink multicast with `--tp`; off where it is not set",
 }
 # what its libraries read, of use here
 LIBRARY_VARIABLES = {

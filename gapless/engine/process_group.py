@@ -36,7 +36,6 @@ c10d: Any = distributed
 # how long a rank waits for the others in one call; it covers the capture of a graph
 TIMEOUT = timedelta(minutes=5)
 LOOPBACK = "127.0.0.1"
-MULTICAST = "NCCL_NVLS_ENABLE"
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +127,8 @@ def _gloo(store: Any, rank: int, world_size: int) -> Any:
 
 
 def _nccl(store: Any, rank: int, world_size: int) -> Any:
-    os.environ.setdefault(MULTICAST, "0")
+    # NVLink multicast stays off unless the user wants it
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = TIMEOUT
     return c10d.ProcessGroupNCCL(store, rank, world_size, options)

@@ -445,7 +445,9 @@ def run(shape: Shape, steps: int, seed: int = 0) -> None:
     decode.check_states()
 
 
-@pytest.mark.parametrize(("width", "replay_len"), [(1, 1), (1, 3), (3, 1), (3, 4)])
+@pytest.mark.parametrize(
+    ("width", "replay_len"), [(1, 1), (1, 3), pytest.param(3, 1, marks=pytest.mark.slow), (3, 4)]
+)
 @pytest.mark.parametrize("recurrence", list(Recurrence))
 def test_run_agrees_with_recurrence(recurrence: Recurrence, width: int, replay_len: int) -> None:
     run(Shape(recurrence, width, replay_len, key_dim=64, value_dim=64), replay_len + 3)
