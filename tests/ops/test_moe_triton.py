@@ -84,7 +84,7 @@ def test_route_of_a_poisoned_row_stays_within_the_experts() -> None:
         assert torch.equal(experts[row], clean[1][row])
 
 
-@pytest.mark.parametrize("tokens", [1, 2, pytest.param(21, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tokens", [1, 9, pytest.param(21, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 @pytest.mark.parametrize("name", PATHS)
 def test_mix_agrees_with_float64(
@@ -96,7 +96,7 @@ def test_mix_agrees_with_float64(
     close(out, reference.mix_experts(*wide(inputs)), tolerance)
 
 
-@pytest.mark.parametrize("tokens", [1, pytest.param(21, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tokens", [1, 9, pytest.param(21, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 @pytest.mark.parametrize("name", PATHS)
 def test_mix_without_gates_agrees_with_float64(
