@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from gapless.engine.load import LoadedModel
     from gapless.runner.runner import Runner
 
 
@@ -55,5 +54,4 @@ def make_llm(tiny_checkpoint: Path) -> Callable[..., LLM]:
 
 def runner_of(llm: LLM) -> Runner:
     """Return the runner of an engine's own rank, whose device and graphs tests look into."""
-    loaded: LoadedModel = llm.engine._loop._run.__self__  # type: ignore[attr-defined]
-    return loaded.runner
+    return llm.engine._loaded.runner

@@ -35,7 +35,7 @@ PROFILED = 4
 
 def measure_prefill(llm: LLM, vocab_size: int) -> dict[str, Any]:
     """Return time to first token, blocking calls, and what snapshots cost."""
-    runner: Runner = llm.engine._loop._run.__self__.runner  # type: ignore[attr-defined]
+    runner = llm.engine._loaded.runner
     first = []
     for length in LENGTHS:
         if length + 2 <= llm.engine.config.max_model_len:

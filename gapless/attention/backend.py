@@ -149,6 +149,18 @@ class AttentionBackend(Protocol):
         ...
 
 
+class PlansOnDevice:
+    """What a backend has that needs no plan on the host."""
+
+    def plan_host(
+        self, name: str, ends: np.ndarray, *, width: int, kv_len: int, first: int = 0
+    ) -> None:
+        """See `AttentionBackend`: nothing, all is planned on the device."""
+
+    def update_verify_buffers_to_fill_after_draft(self, name: str) -> None:
+        """See `AttentionBackend`: nothing, all is planned on the device."""
+
+
 def choose_backend(
     name: str,
     *,

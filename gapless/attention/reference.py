@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from gapless.attention.backend import PlansOnDevice
 from gapless.ops.draft_tree import MAX_NODES, TreeMask
 from gapless.ops.mla import prefill_latent_attention, window_latent_attention
 from gapless.ops.paged_attention import prefill_attention, window_attention
@@ -60,7 +61,7 @@ class _Prefill:
 KV_LEN_STEP = 64
 
 
-class ReferenceAttention:
+class ReferenceAttention(PlansOnDevice):
     """Gathers each row's pages and attends with a mask; needs nothing from the host."""
 
     needs_cpu_seq_lens = False
@@ -114,14 +115,6 @@ class ReferenceAttention:
         is_seen = mask.any(1)
         seen = entries.gather(1, is_seen.long().argmax(1, keepdim=True))
         return _Window(torch.where(is_seen, entries, seen), mask)
-
-    def plan_host(
-        self, name: str, ends: np.ndarray, *, width: int, kv_len: int, first: int = 0
-    ) -> None:
-        """See `AttentionBackend`: nothing, all is planned on the device."""
-
-    def update_verify_buffers_to_fill_after_draft(self, name: str) -> None:
-        """See `AttentionBackend`: nothing, all is planned on the device."""
 
     def prefill_tiles(
         self,

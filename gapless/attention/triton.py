@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gapless.attention.backend import PlansOnDevice
 from gapless.core.architecture import LatentSpec
 from gapless.ops.mla import triton as mla
 from gapless.ops.paged_attention.triton import (
@@ -102,7 +103,7 @@ class _Prefill:
         return self._sent[num_tokens]
 
 
-class TritonAttention:
+class TritonAttention(PlansOnDevice):
     """Walks page tables on the device; the reference's plan arguments, nothing gathered."""
 
     needs_cpu_seq_lens = False
@@ -139,14 +140,6 @@ class TritonAttention:
     ) -> _Window:
         """See `AttentionBackend`."""
         return _Window(slots, positions, page_table, self._page_size, kv_len, first, tree)
-
-    def plan_host(
-        self, name: str, ends: np.ndarray, *, width: int, kv_len: int, first: int = 0
-    ) -> None:
-        """See `AttentionBackend`: nothing, all is planned on the device."""
-
-    def update_verify_buffers_to_fill_after_draft(self, name: str) -> None:
-        """See `AttentionBackend`: nothing, all is planned on the device."""
 
     def prefill_tiles(
         self,

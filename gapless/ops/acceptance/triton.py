@@ -37,13 +37,7 @@ def settle_windows(
         checkpoint_len,
         # without forced drafts nobody reads this
         slots if forced is None else forced,
-        columns.seq_lens,
-        columns.checkpoint_len,
-        columns.done.view(torch.uint8),
-        columns.window_tokens,
-        columns.num_drafts,
-        columns.limit_len,
-        columns.stop_ids,
+        *_pointers(columns),
         out.lens,
         out.proposed,
         out.live_slots,
@@ -90,13 +84,7 @@ def settle_trees(
         bits,
         # without forced drafts nobody reads this
         slots if forced is None else forced,
-        columns.seq_lens,
-        columns.checkpoint_len,
-        columns.done.view(torch.uint8),
-        columns.window_tokens,
-        columns.num_drafts,
-        columns.limit_len,
-        columns.stop_ids,
+        *_pointers(columns),
         out.lens,
         out.proposed,
         out.live_slots,
@@ -114,3 +102,16 @@ def settle_trees(
         **chained(slots),
     )
     return out
+
+
+def _pointers(columns: AcceptColumns) -> tuple[Tensor, ...]:
+    """The columns in the order in which both kernels take them."""
+    return (
+        columns.seq_lens,
+        columns.checkpoint_len,
+        columns.done.view(torch.uint8),
+        columns.window_tokens,
+        columns.num_drafts,
+        columns.limit_len,
+        columns.stop_ids,
+    )
