@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from gapless.core.architecture import MlpSpec, Scoring
 from gapless.layers.mlp import GatedMlp
-from gapless.layers.moe import SparseMlp
+from gapless.layers.moe import SparseMlp, shared_part
 from gapless.ops.group_routing import route_in_groups
 from gapless.ops.moe import mix_experts
 
@@ -38,9 +38,10 @@ class GroupedMlp(SparseMlp):
     def __call__(self, x: Tensor, live: Tensor | None = None) -> Tensor:
         """Map `[T, D]` to `[T, D]`; tokens outside of `live` [T] are routed to no expert."""
         weights, experts = route_in_groups(self._gates(x), self._bias, self._routing)
-        out = mix_experts(x, weights, experts, self._gate_up, self._down, live=live)
-        if self._always is not None:
-            out = out + self._always.term(x)
+        out = mix_experts(
+            x, weights, experts, self._gate_up, self._down, live=live,
+            **shared_part(self._always, x, weights, experts),
+        )  # fmt: skip
         return self._communicator.all_reduce(out)
 
     def targets(self, prefix: str, stored_names: Collection[str]) -> dict[str, Target]:

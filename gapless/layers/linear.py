@@ -57,17 +57,17 @@ class PartialLinear:
         self, share: Share, out_features: int, place: Placement, *, has_bias: bool = False
     ) -> None:
         self._share = share
-        self._weight = place.matrix(out_features, share.length)
+        self.weight = place.matrix(out_features, share.length)
         self._bias = place.weight(out_features) if has_bias else None
         self._own_bias = self._bias if place.rank == 0 else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map this rank's input features `[..., share]` to `[..., out_features]`."""
-        return skinny_linear(x, self._weight, self._own_bias)
+        return skinny_linear(x, self.weight, self._own_bias)
 
     def targets(self, name: str) -> dict[str, Target]:
         """Checkpoint names and where they go."""
-        found = {f"{name}.weight": target(self._weight, 1, self._share)}
+        found = {f"{name}.weight": target(self.weight, 1, self._share)}
         if self._bias is not None:
             found[f"{name}.bias"] = self._bias
         return found

@@ -37,6 +37,11 @@ class GatedMlp:
         """Map `[T, D]` to this rank's term `[T, D]` of the output."""
         return self._down(silu_mul(self._gate_up(x)))
 
+    @property
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """Rows of gate and then up [2 I, D], and down [D, I], this rank's share."""
+        return self._gate_up.weight, self._down.weight
+
     def targets(self, prefix: str, stored_names: Collection[str] = ()) -> dict[str, Target]:
         """Checkpoint names and where they go; gate and up as the files have them, fused or not."""
         parts = {"gate_proj": self._share, "up_proj": self._share}
@@ -64,6 +69,11 @@ class SquaredReluMlp:
     def term(self, x: Tensor) -> Tensor:
         """Map `[T, D]` to this rank's term `[T, D]` of the output."""
         return self._down(F.relu(self._up(x)).square())
+
+    @property
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """Rows of up [I, D], and down [D, I], this rank's share."""
+        return self._up.weight, self._down.weight
 
     def targets(self, prefix: str, stored_names: Collection[str] = ()) -> dict[str, Target]:
         """Checkpoint names and where they go."""

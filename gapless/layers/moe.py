@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gapless.core.architecture import MlpSpec
 from gapless.layers.linear import Linear
 from gapless.layers.mlp import GatedMlp
 from gapless.layers.shard import Share, target
-from gapless.ops.moe import mix_experts, route
+from gapless.ops.moe import Shared, mix_experts, route, takes_shared
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -16,8 +16,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gapless.core.architecture import MoeSpec
+    from gapless.layers.mlp import SquaredReluMlp
     from gapless.layers.placement import Placement
     from gapless.layers.shard import Target
+
+
+def shared_part(
+    block: GatedMlp | SquaredReluMlp | None,
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate: Tensor | None = None,
+) -> dict[str, Any]:
+    """Return what `mix_experts` wants of a shared expert: its matrices, or its term."""
+    if block is None:
+        return {}
+    if takes_shared(x, weights, experts):
+        return {"shared": Shared(*block.matrices, gate)}
+    return {"extra": (block.term(x), gate)}
 
 
 class SparseMlp:
@@ -48,10 +64,10 @@ class SparseMlp:
             self._spec.num_active,
             renormalises=self._spec.renormalises,
         )
-        extra = None
-        if self._shared is not None:
-            extra = (self._shared.term(x), gates[:, self._spec.num_experts :])
-        out = mix_experts(x, weights, experts, self._gate_up, self._down, live=live, extra=extra)
+        out = mix_experts(
+            x, weights, experts, self._gate_up, self._down, live=live,
+            **shared_part(self._shared, x, weights, experts, gates[:, self._spec.num_experts :]),
+        )  # fmt: skip
         return self._communicator.all_reduce(out)
 
     def targets(self, prefix: str, stored_names: Collection[str]) -> dict[str, Target]:

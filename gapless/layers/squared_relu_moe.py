@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from gapless.core.architecture import Scoring, SquaredReluSpec
 from gapless.layers.linear import Linear
 from gapless.layers.mlp import SquaredReluMlp
+from gapless.layers.moe import shared_part
 from gapless.layers.shard import Share, target
 from gapless.ops.group_routing import route_in_groups
 from gapless.ops.squared_relu_moe import mix_experts
@@ -49,12 +50,16 @@ class SquaredReluMoe:
     def __call__(self, x: Tensor, live: Tensor | None = None) -> Tensor:
         """Map `[T, D]` to `[T, D]`; tokens outside of `live` [T] are routed to no expert."""
         weights, experts = route_in_groups(self._router(x), self._bias, self._spec)
-        inputs = x if self._into is None else self._into(x)
-        out = mix_experts(inputs, weights, experts, self._up, self._down, live=live)
-        if self._back is not None:
-            out = self._back(out)
-        if self._shared is not None:
-            out = out + self._shared.term(x)
+        if self._into is None or self._back is None:
+            out = mix_experts(
+                x, weights, experts, self._up, self._down, live=live,
+                **shared_part(self._shared, x, weights, experts),
+            )  # fmt: skip
+        else:
+            latent = mix_experts(self._into(x), weights, experts, self._up, self._down, live=live)
+            out = self._back(latent)
+            if self._shared is not None:
+                out = out + self._shared.term(x)
         return self._communicator.all_reduce(out)
 
     def targets(self, prefix: str, stored_names: Collection[str]) -> dict[str, Target]:

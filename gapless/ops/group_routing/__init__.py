@@ -1,5 +1,40 @@
-"""Choice of experts from the best groups of them."""
+"""Choice of experts from the best groups of them; CUDA tensors go to the router's kernel."""
 
-from gapless.ops.group_routing.reference import route_in_groups
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gapless.core.architecture import Scoring
+from gapless.ops.group_routing import reference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gapless.core.architecture import GroupedMoeSpec
 
 __all__ = ["route_in_groups"]
+
+
+def route_in_groups(
+    logits: Tensor,  # [T, E]
+    bias: Tensor | None,  # [E] acc dtype, with `Scoring.BIASED_SIGMOID`
+    spec: GroupedMoeSpec,
+) -> tuple[Tensor, Tensor]:  # weights [T, k] acc dtype, experts [T, k] int64
+    """Choose the k best experts of every token. Contract: `reference.route_in_groups`."""
+    if logits.is_cuda:
+        from gapless.ops.moe import triton
+
+        if triton.unsupported_logits(logits) is None:
+            assert (bias is None) == (spec.scoring is Scoring.SOFTMAX), (
+                "a sigmoid router has a bias"
+            )
+            return triton.route(
+                logits,
+                spec.num_active,
+                renormalises=spec.renormalises,
+                bias=bias,
+                groups=triton.Groups(spec.num_groups, spec.num_active_groups),
+                scale=spec.scale,
+                sum_eps=spec.sum_eps,
+            )
+    return reference.route_in_groups(logits, bias, spec)

@@ -1,4 +1,4 @@
-"""Group-limited routing to experts; the definition, and the path of every device.
+"""Group-limited routing to experts; the definition, and the CPU path.
 
 Experts stand in groups of equal size, in order. DeepSeek-V2 (DeepSeek-AI 2024, section 2.2):
 
@@ -32,7 +32,7 @@ def route_in_groups(
     bias: Tensor | None,  # [E] acc dtype, with `Scoring.BIASED_SIGMOID`
     spec: GroupedMoeSpec,
 ) -> tuple[Tensor, Tensor]:  # weights [T, k] acc dtype, experts [T, k] int64
-    """Choose the k best experts of every token, best first.
+    """Choose the k best experts of every token; return them in ascending order.
 
     Scores are in acc dtype, at least float32. Ties go to the lowest id, of groups and of experts.
     Ids are below E and differ in every row, also where logits are NaN.
@@ -51,7 +51,7 @@ def route_in_groups(
         wanted = _within_best_groups(wanted, spec, num_best)
     # a top-k would leave the order of ties open
     ranked = wanted.sort(dim=-1, descending=True, stable=True)[1]
-    experts = ranked[:, : spec.num_active].contiguous()
+    experts = ranked[:, : spec.num_active].sort(-1)[0]
     weights = scores.gather(1, experts)
     if spec.renormalises:
         weights = weights / (weights.sum(-1, keepdim=True) + spec.sum_eps)

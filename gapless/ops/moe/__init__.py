@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gapless.ops.moe import reference
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["mix_experts", "route"]
+__all__ = ["Shared", "mix_experts", "route", "takes_shared"]
 
 _logger = logging.getLogger(__name__)
 
@@ -37,33 +37,51 @@ def route(
     return reference.route(logits, num_active, renormalises=renormalises)
 
 
+class Shared(NamedTuple):
+    """An expert that every token has, weighted by the sigmoid of its gate where there is one."""
+
+    gate_up: Tensor  # [2 S, D], gate first; without gates [S, D]
+    down: Tensor  # [D, S]
+    gate: Tensor | None  # [T, 1]
+
+
+def takes_shared(x: Tensor, weights: Tensor, experts: Tensor) -> bool:
+    """Return whether `mix_experts` runs a shared expert beside these chosen ones."""
+    if not x.is_cuda:
+        return False
+    from gapless.ops.moe import triton
+
+    return triton.unsupported_mix(x, weights) is None and triton.gathers(experts)
+
+
 def mix_experts(
     x: Tensor,  # [T, D]
     weights: Tensor,  # [T, k] acc dtype
-    experts: Tensor,  # [T, k] int64, distinct in each row
+    experts: Tensor,  # [T, k] int64, ascending in each row
     gate_up: Tensor,  # [E, 2 I, D], gate first
     down: Tensor,  # [E, D, I]
     *,
     live: Tensor | None = None,  # [T] bool: tokens that are routed at all; None is all of them
-    extra: tuple[Tensor, Tensor] | None = None,  # term [T, D] and gate [T, 1]
+    extra: tuple[Tensor, Tensor | None] | None = None,  # term [T, D] and gate [T, 1]
+    shared: Shared | None = None,  # where `takes_shared`
 ) -> Tensor:  # [T, D] in x's dtype
     """Return the weighted sum of every token's chosen experts. Contract: `reference.mix_experts`.
 
-    `extra` adds term * sigmoid(gate), a shared expert's part. Rows that are not live are zeros,
-    and no expert is read for them on a GPU.
+    `shared` adds a shared expert; `extra` one that was run before, term * sigmoid(gate). Rows that
+    are not live are zeros, and no expert is read for them on a GPU.
     """
     if x.is_cuda:
         from gapless.ops.moe import triton
 
         reason = triton.unsupported_mix(x, weights)
         if reason is None:
-            return triton.mix_experts(x, weights, experts, gate_up, down, live=live, extra=extra)
+            return triton.mix_experts(
+                x, weights, experts, gate_up, down, live=live, extra=extra, shared=shared
+            )
         _log_fallback(reason)
+    assert shared is None, "a shared expert is run before"
     out = reference.mix_experts(x, weights, experts, gate_up, down)
-    if extra is not None:
-        term, gate = extra
-        out = out + term * gate.sigmoid()
-    return out if live is None else out.masked_fill(~live[:, None], 0.0)
+    return reference.finish(out, live, extra)
 
 
 @cache

@@ -1,9 +1,9 @@
 """The kernels behind `triton.py`.
 
-A *pair* is one token with one of its chosen experts; pair `token * k + j` is the token's j-th
-choice. Few pairs run as products of a matrix with a vector, each reading its expert's matrices.
-Many are sorted by expert, so that a tile of them shares a read; then a token's results are summed.
-Either way a token adds its experts in an order of their ids, in float32, and rounds once.
+A *pair* is one token with one of its chosen experts; pair `token * k + j` is the j-th in ascending
+order of their ids. Few pairs run as products of a matrix with a vector, each reading its expert's
+matrices. Many are sorted by expert, so that a tile of them shares a read; then a token's results
+are summed. Either way a token adds its experts in order, in float32, and rounds once.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -20,39 +20,70 @@ NO_EXPERT = tl.constexpr(2**31 - 1)
 @triton.jit
 def _route_kernel(
     logits,
+    bias,
     weights,
     experts,
     stride_token,
-    E: tl.constexpr,
+    scale,
+    sum_eps,
     K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    OPEN_GROUPS: tl.constexpr,  # that experts may be chosen from
+    BLOCK_G: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    IS_BIASED_SIGMOID: tl.constexpr,  # else a softmax
     HAS_RENORM: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
+    """Choose a token's experts, and store them in ascending order."""
     await_inputs(CHAINED)
     i_token = tl.program_id(0).to(tl.int64)
-    o_e = tl.arange(0, BLOCK_E)
-    o_k = tl.arange(0, BLOCK_K)
-    b_logit = tl.load(logits + i_token * stride_token + o_e, mask=o_e < E, other=float("-inf"))
-    b_logit = b_logit.to(tl.float32)
-    b_share = tl.exp(b_logit - tl.max(b_logit))
-    b_share /= tl.sum(b_share)
-    # what is NaN comes after all shares, then what was chosen, then what is no expert
-    b_left = tl.where(b_share >= 0.0, b_share, -1.0)
-    b_left = tl.where(o_e < E, b_left, -3.0)
-    b_weight = tl.zeros([BLOCK_K], tl.float32)
-    b_expert = tl.zeros([BLOCK_K], tl.int32)
-    for i_k in range(K):
+    o_g = tl.arange(0, BLOCK_G)
+    o_i = tl.arange(0, BLOCK_E)[None, :]
+    m_e = (o_g < GROUPS)[:, None] & (o_i < GROUP_SIZE)
+    o_e = tl.where(m_e, o_g[:, None] * GROUP_SIZE + o_i, NO_EXPERT)
+    p_logit = logits + i_token * stride_token + o_e
+    b_logit = tl.load(p_logit, mask=m_e, other=float("-inf")).to(tl.float32)
+    if IS_BIASED_SIGMOID:
+        b_score = 1.0 / (1.0 + tl.exp(-b_logit))
+        b_left = b_score + tl.load(bias + o_e, mask=m_e, other=0.0)
+    else:
+        b_score = tl.exp(b_logit - tl.max(b_logit))
+        b_score /= tl.sum(b_score)
+        b_left = b_score
+    # what is NaN comes after all scores, then closed groups, then what is chosen or no expert
+    b_left = tl.where(b_left > -1e36, b_left, -1e37)
+    b_left = tl.where(m_e, b_left, float("-inf"))
+    if OPEN_GROUPS < GROUPS:
+        b_worth = tl.max(b_left, axis=1)
+        if IS_BIASED_SIGMOID:
+            is_best = b_left == b_worth[:, None]
+            best = tl.min(tl.where(is_best, o_e, NO_EXPERT), axis=1)[:, None]
+            b_worth += tl.max(tl.where(o_e == best, float("-inf"), b_left), axis=1)
+        b_is_open = o_g < 0
+        for _ in range(OPEN_GROUPS):
+            most = tl.max(b_worth)
+            group = tl.min(tl.where(b_worth == most, o_g, GROUPS))
+            b_is_open |= o_g == group
+            b_worth = tl.where(o_g == group, float("-inf"), b_worth)
+        b_left = tl.where(m_e & (b_is_open == 0)[:, None], -1e38, b_left)
+    for _ in range(K):
         most = tl.max(b_left)
-        expert = tl.min(tl.where(b_left == most, o_e, E - 1))
-        b_weight = tl.where(o_k == i_k, most, b_weight)
-        b_expert = tl.where(o_k == i_k, expert, b_expert)
-        b_left = tl.where(o_e == expert, -2.0, b_left)
+        expert = tl.min(tl.where(b_left == most, o_e, NO_EXPERT))
+        b_left = tl.where(o_e == expert, float("-inf"), b_left)
+    m_chosen = m_e & (b_left == float("-inf"))
+    b_count = m_chosen.to(tl.int32)
+    b_place = tl.cumsum(b_count, axis=1) - 1
+    if GROUPS > 1:
+        is_before = o_g[None, :] < o_g[:, None]
+        b_before = tl.where(is_before, tl.sum(b_count, axis=1)[None, :], 0)
+        b_place += tl.sum(b_before, axis=1)[:, None]
+    b_weight = tl.where(m_chosen, b_score, 0.0)
     if HAS_RENORM:
-        b_weight /= tl.sum(b_weight)
-    tl.store(weights + i_token * K + o_k, b_weight, mask=o_k < K)
-    tl.store(experts + i_token * K + o_k, b_expert.to(tl.int64), mask=o_k < K)
+        b_weight /= tl.sum(b_weight) + sum_eps
+    tl.store(weights + i_token * K + b_place, b_weight * scale, mask=m_chosen)
+    tl.store(experts + i_token * K + b_place, o_e.to(tl.int64), mask=m_chosen)
 
 
 @triton.jit
@@ -67,20 +98,56 @@ def _activated(b_first, b_up, NUM_PARTS: tl.constexpr):
 
 
 @triton.jit
-def _ranks(experts, weights, i_token, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load a token's experts, their weights, and each one's place in ascending order."""
-    o_k = tl.arange(0, BLOCK_K)
-    b_expert = tl.load(experts + i_token * K + o_k, mask=o_k < K, other=NO_EXPERT)
-    b_weight = tl.load(weights + i_token * K + o_k, mask=o_k < K, other=0.0)
-    b_rank = tl.sum((b_expert[None, :] < b_expert[:, None]).to(tl.int32), axis=1)
-    return b_expert, b_weight, tl.where(o_k < K, b_rank, K)
+def _extra_term(
+    extra, gate, i_token, o_d, stride_extra, stride_gate, D: tl.constexpr, HAS_GATE: tl.constexpr
+):
+    b_term = tl.load(extra + i_token * stride_extra + o_d, mask=o_d < D, other=0.0)
+    return b_term.to(tl.float32) * _extra_weight(gate, i_token, stride_gate, HAS_GATE)
 
 
 @triton.jit
-def _extra_term(extra, extra_gate, i_token, o_d, stride_extra, stride_gate, D: tl.constexpr):
-    b_term = tl.load(extra + i_token * stride_extra + o_d, mask=o_d < D, other=0.0)
-    gate = tl.load(extra_gate + i_token * stride_gate).to(tl.float32)
-    return b_term.to(tl.float32) / (1.0 + tl.exp(-gate))
+def _extra_weight(gate, i_token, stride_gate, HAS_GATE: tl.constexpr):
+    weight = 1.0
+    if HAS_GATE:
+        weight = 1.0 / (1.0 + tl.exp(-tl.load(gate + i_token * stride_gate).to(tl.float32)))
+    return weight
+
+
+@triton.jit
+def _store_hidden(
+    p_x,  # pointer to a token's features
+    p_first,  # pointer to the rows of gates, or of ups alone
+    p_up,  # pointer to the rows of ups
+    p_hidden,
+    o_i,
+    size,  # number of those rows
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+):
+    """Store hidden features `o_i` of one expert and token."""
+    o_d = tl.arange(0, BLOCK_D)[None, :]
+    m_i = (o_i < size)[:, None]
+    BLOCK_I: tl.constexpr = o_i.shape[0]
+    o_w = o_i[:, None] * D + o_d
+    p_x += o_d
+    if STAGES == 1:
+        # as wide as the matrices' block: every warp loads what it multiplies, none waits
+        p_x += o_i[:, None] * 0
+    b_first = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
+    b_up = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
+    for i_d in tl.range(0, D, BLOCK_D, num_stages=STAGES):
+        m_d = i_d + o_d < D
+        mask = m_i & m_d
+        b_w = tl.load(p_first + o_w + i_d, mask=mask, other=0.0, eviction_policy="evict_first")
+        b_x = tl.load(p_x + i_d, mask=m_d, other=0.0).to(tl.float32)
+        if NUM_PARTS == 2:
+            b_v = tl.load(p_up + o_w + i_d, mask=mask, other=0.0, eviction_policy="evict_first")
+            b_up += b_v.to(tl.float32) * b_x
+        b_first += b_w.to(tl.float32) * b_x
+    b_hidden = _activated(tl.sum(b_first, axis=1), tl.sum(b_up, axis=1), NUM_PARTS)
+    tl.store(p_hidden + o_i, b_hidden.to(p_hidden.dtype.element_ty), mask=o_i < size)
 
 
 @triton.jit
@@ -89,11 +156,13 @@ def _gathered_up_kernel(
     experts,
     live,
     gate_up,
-    hidden,
+    shared_gate_up,
+    hidden,  # a token's are K * INNER and then SHARED
     stride_x,
     D: tl.constexpr,
     INNER: tl.constexpr,
     K: tl.constexpr,
+    SHARED: tl.constexpr,  # hidden features of a shared expert, 0 for none
     BLOCK_I: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
@@ -101,37 +170,33 @@ def _gathered_up_kernel(
     HAS_LIVE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Some hidden features of one pair."""
+    """Some hidden features of one pair, or as many of the shared expert.
+
+    Programs of the same features follow each other, so that pairs of one expert meet in the cache.
+    """
     await_inputs(CHAINED)
-    i_pair = tl.program_id(1).to(tl.int64)
-    i_token = i_pair // K
+    PARTS: tl.constexpr = K + (SHARED + INNER - 1) // INNER
+    i_token, i_part = (tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
     # one is known when compiling, the other is not
     if HAS_LIVE:  # noqa: SIM102
         if tl.load(live + i_token) == 0:
             return
-    o_i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
-    o_d = tl.arange(0, BLOCK_D)[None, :]
-    m_i = (o_i < INNER)[:, None]
-    expert = tl.load(experts + i_pair)
-    p_gate = gate_up + expert * (NUM_PARTS * INNER * D) + o_i[:, None] * D + o_d
-    p_up = p_gate + INNER * D
-    p_x = x + (i_token * stride_x + o_d)
-    if STAGES == 1:
-        # as wide as the matrices' block: every warp loads what it multiplies, none waits
-        p_x = x + (i_token * stride_x + o_i[:, None] * 0 + o_d)
-    b_gate = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
-    b_up = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
-    for i_d in tl.range(0, D, BLOCK_D, num_stages=STAGES):
-        m_d = i_d + o_d < D
-        b_w = tl.load(p_gate + i_d, mask=m_i & m_d, other=0.0, eviction_policy="evict_first")
-        b_x = tl.load(p_x + i_d, mask=m_d, other=0.0).to(tl.float32)
-        if NUM_PARTS == 2:
-            b_v = tl.load(p_up + i_d, mask=m_i & m_d, other=0.0, eviction_policy="evict_first")
-            b_up += b_v.to(tl.float32) * b_x
-        b_gate += b_w.to(tl.float32) * b_x
-    b_hidden = _activated(tl.sum(b_gate, axis=1), tl.sum(b_up, axis=1), NUM_PARTS)
-    p_hidden = hidden + i_pair * INNER + o_i
-    tl.store(p_hidden, b_hidden.to(hidden.dtype.element_ty), mask=o_i < INNER)
+    o_i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
+    p_x = x + i_token * stride_x
+    p_hidden = hidden + i_token * (K * INNER + SHARED) + i_part * INNER
+    if i_part < K:
+        expert = tl.load(experts + i_token * K + i_part)
+        p_first = gate_up + expert * (NUM_PARTS * INNER * D)
+        _store_hidden(
+            p_x, p_first, p_first + INNER * D, p_hidden, o_i, INNER, D, BLOCK_D, STAGES, NUM_PARTS
+        )
+    elif SHARED > 0:
+        first = (i_part - K) * INNER
+        p_first = shared_gate_up + first * D
+        _store_hidden(
+            p_x, p_first, p_first + SHARED * D, p_hidden, o_i, SHARED - first,
+            D, BLOCK_D, STAGES, NUM_PARTS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -141,6 +206,7 @@ def _gathered_down_kernel(
     experts,
     live,
     down,
+    shared_down,
     extra,
     extra_gate,
     out,
@@ -149,44 +215,59 @@ def _gathered_down_kernel(
     D: tl.constexpr,
     INNER: tl.constexpr,
     K: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     HAS_LIVE: tl.constexpr,
     HAS_EXTRA: tl.constexpr,
+    HAS_GATE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Some output features of one token, all of its experts added up."""
     await_inputs(CHAINED)
-    i_token = tl.program_id(1).to(tl.int64)
-    o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    o_k = tl.arange(0, BLOCK_K)
+    i_token = tl.program_id(0).to(tl.int64)
+    o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    o_k = tl.arange(0, BLOCK_K)[:, None, None]
     p_out = out + i_token * D + o_d
     # one is known when compiling, the other is not
     if HAS_LIVE:  # noqa: SIM102
         if tl.load(live + i_token) == 0:
             tl.store(p_out, tl.zeros([BLOCK_D], out.dtype.element_ty), mask=o_d < D)
             return
-    b_expert, b_weight, b_rank = _ranks(experts, weights, i_token, K, BLOCK_K)
-    # in ascending order, all of them at once, so that their matrices are in flight together
-    is_at = b_rank[None, :] == o_k[:, None]
-    b_expert = tl.sum(tl.where(is_at, b_expert[None, :], 0), axis=1)[:, None, None]
-    b_weight = tl.sum(tl.where(is_at, b_weight[None, :], 0.0), axis=1)[:, None, None]
-    b_choice = tl.sum(tl.where(is_at, o_k[None, :], 0), axis=1)[:, None, None]
+    # all of them at once, so that their matrices are in flight together
+    m_k = o_k < K
+    b_expert = tl.load(experts + i_token * K + o_k, mask=m_k, other=0)
+    b_weight = tl.load(weights + i_token * K + o_k, mask=m_k, other=0.0)
     o_i = tl.arange(0, BLOCK_I)[None, None, :]
-    m_k = (o_k < K)[:, None, None]
     m_d = (o_d < D)[None, :, None]
     p_down = down + b_expert * (D * INNER) + o_d[None, :, None] * INNER + o_i
-    p_hidden = hidden + (i_token * K + b_choice) * INNER + o_i
+    p_token = hidden + i_token * (K * INNER + SHARED)
+    b_shared = tl.zeros([BLOCK_D, BLOCK_S], tl.float32)
+    if SHARED > 0:
+        o_s = tl.arange(0, BLOCK_S)[None, :]
+        for i_s in tl.static_range(0, SHARED, BLOCK_S):
+            p_w = shared_down + o_d[:, None] * SHARED + i_s + o_s
+            m_s = i_s + o_s < SHARED
+            b_w = tl.load(p_w, mask=m_s & (o_d < D)[:, None], other=0.0)
+            b_x = tl.load(p_token + K * INNER + i_s + o_s, mask=m_s, other=0.0).to(tl.float32)
+            b_shared += b_w.to(tl.float32) * b_x
     b_out = tl.zeros([BLOCK_K, BLOCK_D, BLOCK_I], tl.float32)
     for i_i in range(0, INNER, BLOCK_I):
         m_i = m_k & (i_i + o_i < INNER)
         b_w = tl.load(p_down + i_i, mask=m_i & m_d, other=0.0, eviction_policy="evict_first")
-        b_x = tl.load(p_hidden + i_i, mask=m_i, other=0.0).to(tl.float32)
+        b_x = tl.load(p_token + o_k * INNER + i_i + o_i, mask=m_i, other=0.0).to(tl.float32)
         b_out += b_w.to(tl.float32) * (b_x * b_weight)
     b_sum = tl.sum(tl.sum(b_out, axis=2), axis=0)
+    if SHARED > 0:
+        b_sum += tl.sum(b_shared, axis=1) * _extra_weight(
+            extra_gate, i_token, stride_gate, HAS_GATE
+        )
     if HAS_EXTRA:
-        b_sum += _extra_term(extra, extra_gate, i_token, o_d, stride_extra, stride_gate, D)
+        b_sum += _extra_term(
+            extra, extra_gate, i_token, o_d, stride_extra, stride_gate, D, HAS_GATE
+        )
     tl.store(p_out, b_sum.to(out.dtype.element_ty), mask=o_d < D)
 
 
@@ -341,7 +422,6 @@ def _grouped_down_kernel(
 def _combine_kernel(
     terms,
     weights,
-    experts,
     live,
     extra,
     extra_gate,
@@ -350,31 +430,29 @@ def _combine_kernel(
     stride_gate,
     D: tl.constexpr,
     K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_LIVE: tl.constexpr,
     HAS_EXTRA: tl.constexpr,
+    HAS_GATE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Some output features of one token from those of its pairs."""
     await_inputs(CHAINED)
     i_token = tl.program_id(0).to(tl.int64)
     o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    o_k = tl.arange(0, BLOCK_K)
     p_out = out + i_token * D + o_d
     # one is known when compiling, the other is not
     if HAS_LIVE:  # noqa: SIM102
         if tl.load(live + i_token) == 0:
             tl.store(p_out, tl.zeros([BLOCK_D], out.dtype.element_ty), mask=o_d < D)
             return
-    _, b_weight, b_rank = _ranks(experts, weights, i_token, K, BLOCK_K)
     b_sum = tl.zeros([BLOCK_D], tl.float32)
-    for i_rank in tl.static_range(K):
-        is_here = b_rank == i_rank
-        weight = tl.sum(tl.where(is_here, b_weight, 0.0))
-        i_pair = i_token * K + tl.sum(tl.where(is_here, o_k, 0))
+    for i_k in tl.static_range(K):
+        i_pair = i_token * K + i_k
         b_term = tl.load(terms + i_pair * D + o_d, mask=o_d < D, other=0.0)
-        b_sum += b_term.to(tl.float32) * weight
+        b_sum += b_term.to(tl.float32) * tl.load(weights + i_pair)
     if HAS_EXTRA:
-        b_sum += _extra_term(extra, extra_gate, i_token, o_d, stride_extra, stride_gate, D)
+        b_sum += _extra_term(
+            extra, extra_gate, i_token, o_d, stride_extra, stride_gate, D, HAS_GATE
+        )
     tl.store(p_out, b_sum.to(out.dtype.element_ty), mask=o_d < D)

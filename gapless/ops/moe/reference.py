@@ -32,7 +32,7 @@ def route(
     *,
     renormalises: bool,
 ) -> tuple[Tensor, Tensor]:  # weights [T, k] acc dtype, experts [T, k] int64
-    """Choose the k most probable experts of every token, most probable first.
+    """Choose the k most probable experts of every token; return them in ascending order.
 
     Probabilities are a softmax over all experts in acc dtype, at least float32; with
     `renormalises` the weights are divided by their sum. Ties go to the lowest id. Ids are below E
@@ -40,8 +40,10 @@ def route(
     """
     acc = torch.promote_types(logits.dtype, torch.float32)
     # a top-k would leave the order of ties open
-    weights, experts = logits.to(acc).softmax(-1).sort(dim=-1, descending=True, stable=True)
-    weights, experts = weights[:, :num_active], experts[:, :num_active]
+    scores = logits.to(acc).softmax(-1)
+    ranked = scores.sort(dim=-1, descending=True, stable=True)[1]
+    experts = ranked[:, :num_active].sort(-1)[0]
+    weights = scores.gather(1, experts)
     if renormalises:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights, experts
@@ -50,7 +52,7 @@ def route(
 def mix_experts(
     x: Tensor,  # [T, D]
     weights: Tensor,  # [T, k] acc dtype
-    experts: Tensor,  # [T, k] int64, distinct in each row
+    experts: Tensor,  # [T, k] int64, ascending in each row
     gate_up: Tensor,  # [E, 2 I, D], gate first
     down: Tensor,  # [E, D, I]
 ) -> Tensor:  # [T, D] in x's dtype
@@ -67,13 +69,12 @@ def mix_gathered(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
 ) -> Tensor:
     """`mix_experts` with the matrices of every token's experts copied: for few tokens."""
-    ascending, order = experts.sort(dim=-1)
-    chosen = ascending.view(-1)
+    chosen = experts.view(-1)
     rows = x.repeat_interleave(experts.shape[1], 0)[..., None]
     projected = torch.bmm(gate_up.index_select(0, chosen), rows)
     hidden = _gated(projected.squeeze(-1))
     outputs = torch.bmm(down.index_select(0, chosen), hidden[..., None])
-    weighted = outputs.view(*experts.shape, -1) * weights.gather(1, order)[..., None]
+    weighted = outputs.view(*experts.shape, -1) * weights[..., None]
     total, *others = weighted.unbind(1)
     for term in others:
         total = total + term
@@ -95,6 +96,14 @@ def mix_dense(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down
         # selected, not multiplied: zero times infinity is NaN
         out += term.masked_fill_(~is_chosen[:, expert, None], 0.0)
     return out.to(x.dtype)
+
+
+def finish(out: Tensor, live: Tensor | None, extra: tuple[Tensor, Tensor | None] | None) -> Tensor:
+    """Add a shared expert's term, gated or not, and put zeros where no token is live."""
+    if extra is not None:
+        term, gate = extra
+        out = out + (term if gate is None else term * gate.sigmoid())
+    return out if live is None else out.masked_fill(~live[:, None], 0.0)
 
 
 def _gated(projected: Tensor) -> Tensor:  # [N, 2 I] -> [N, I]

@@ -8,7 +8,7 @@ a few ranges of pairs, not for each number.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -26,6 +26,8 @@ from gapless.ops.moe.kernels import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from gapless.ops.moe import Shared
 
 # pairs up to which few enough share an expert that reading its matrices for each costs least
 GATHERED_PAIRS = 64
@@ -61,6 +63,14 @@ class GatheredTiling:
     down_warps: int
 
 
+@dataclass(frozen=True)
+class Groups:
+    """Experts in groups of equal size, in order, of which a token's best ones are open to it."""
+
+    number: int = 1
+    number_open: int = 1
+
+
 # chosen with `python -m benchmarks.gpu.small_ops --gathered-sweep`
 GATHERED = GatheredTiling(4, 512, 4, 1, 4, 8)
 GATHERED_ONE_TOKEN = GatheredTiling(16, 512, 8, 1, 4, 8)
@@ -90,8 +100,20 @@ def unsupported_mix(x: Tensor, weights: Tensor) -> str | None:
     return None
 
 
-def route(logits: Tensor, num_active: int, *, renormalises: bool) -> tuple[Tensor, Tensor]:
-    """See `reference.route`. Rows of `logits` may be strided."""
+def route(
+    logits: Tensor,
+    num_active: int,
+    *,
+    renormalises: bool,
+    bias: Tensor | None = None,  # [E] float32: scores are sigmoids, chosen with it, not a softmax
+    groups: Groups = Groups(),
+    scale: float = 1.0,
+    sum_eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """See `reference.route`, and `route_in_groups` of `ops.group_routing` for bias and groups.
+
+    Rows of `logits` may be strided.
+    """
     num_tokens, num_experts = logits.shape
     assert logits.stride(1) == 1, "a token's logits are contiguous"
     shape = (num_tokens, num_active)
@@ -100,13 +122,19 @@ def route(logits: Tensor, num_active: int, *, renormalises: bool) -> tuple[Tenso
     if num_tokens:
         _route_kernel[(num_tokens,)](
             logits,
+            logits if bias is None else bias,
             weights,
             experts,
             logits.stride(0),
-            E=num_experts,
+            scale,
+            sum_eps,
             K=num_active,
-            BLOCK_E=triton.next_power_of_2(num_experts),
-            BLOCK_K=triton.next_power_of_2(num_active),
+            GROUPS=groups.number,
+            GROUP_SIZE=num_experts // groups.number,
+            OPEN_GROUPS=groups.number_open,
+            BLOCK_G=triton.next_power_of_2(groups.number),
+            BLOCK_E=triton.next_power_of_2(num_experts // groups.number),
+            IS_BIASED_SIGMOID=bias is not None,
             HAS_RENORM=renormalises,
             num_warps=1 if num_experts <= 512 else 4,
             **chained(logits),
@@ -122,11 +150,21 @@ def mix_experts(
     down: Tensor,  # [E, D, I]
     *,
     live: Tensor | None = None,  # [T] bool
-    extra: tuple[Tensor, Tensor] | None = None,  # [T, D], [T, 1]
+    extra: tuple[Tensor, Tensor | None] | None = None,  # [T, D], [T, 1]
+    shared: Shared | None = None,
 ) -> Tensor:  # [T, D] in x's dtype
     """See `mix_experts` of the package; without gates, that of `squared_relu_moe`."""
-    mix = mix_gathered if experts.numel() <= GATHERED_PAIRS else mix_grouped
-    return mix(x, weights, experts, gate_up, down, live=live, extra=extra)
+    if gathers(experts):
+        return mix_gathered(
+            x, weights, experts, gate_up, down, live=live, extra=extra, shared=shared
+        )
+    assert shared is None, "a shared expert runs with gathered pairs, or apart"
+    return mix_grouped(x, weights, experts, gate_up, down, live=live, extra=extra)
+
+
+def gathers(experts: Tensor) -> bool:
+    """Return whether every pair reads its expert's matrices."""
+    return experts.numel() <= GATHERED_PAIRS
 
 
 def mix_gathered(
@@ -137,7 +175,8 @@ def mix_gathered(
     down: Tensor,
     *,
     live: Tensor | None = None,
-    extra: tuple[Tensor, Tensor] | None = None,
+    extra: tuple[Tensor, Tensor | None] | None = None,
+    shared: Shared | None = None,
     tiling: GatheredTiling | None = None,
 ) -> Tensor:
     """`mix_experts` as products with vectors: each pair reads its expert's matrices."""
@@ -149,19 +188,32 @@ def mix_gathered(
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     if not num_tokens:
         return out
-    hidden = torch.empty(num_tokens * num_active, inner, dtype=x.dtype, device=x.device)
+    assert extra is None or shared is None, "a shared expert is run here or was run before"
+    num_shared = 0
+    shared_up, shared_down, shared_gate = gate_up, down, None
+    if shared is not None:
+        shared_up, shared_down, shared_gate = shared
+        num_shared = shared_down.shape[1]
+        assert shared_up.is_contiguous(), "the shared expert's matrices are contiguous"
+        assert shared_down.is_contiguous(), "the shared expert's matrices are contiguous"
+        assert shared_up.shape[0] == num_parts(gate_up, down) * num_shared, "it is an expert's like"
+    width = num_active * inner + num_shared
+    hidden = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
     alive, has_live = _alive(live, experts)
     block_up = min(tiling.block_up, triton.next_power_of_2(inner))
-    _gathered_up_kernel[triton.cdiv(inner, block_up), num_tokens * num_active](
+    num_parallel = num_active + triton.cdiv(num_shared, inner)
+    _gathered_up_kernel[num_tokens * num_parallel, triton.cdiv(inner, block_up)](
         x,
         experts,
         alive,
         gate_up,
+        shared_up,
         hidden,
         x.stride(0),
         D=size,
         INNER=inner,
         K=num_active,
+        SHARED=num_shared,
         BLOCK_I=block_up,
         BLOCK_D=min(tiling.block_k, triton.next_power_of_2(size)),
         STAGES=tiling.up_stages,
@@ -171,24 +223,27 @@ def mix_gathered(
         **chained(x),
     )
     block_active = triton.next_power_of_2(num_active)
-    _gathered_down_kernel[triton.cdiv(size, tiling.block_down), num_tokens](
+    term = _Extra.of(extra if shared is None else (out, shared_gate), out)
+    _gathered_down_kernel[num_tokens, triton.cdiv(size, tiling.block_down)](
         hidden,
         weights,
         experts,
         alive,
         down,
-        *_extra(extra, out),
-        out,
-        *_extra_strides(extra),
+        shared_down,
+        *term.arguments,
         D=size,
         INNER=inner,
         K=num_active,
+        SHARED=num_shared,
         BLOCK_K=block_active,
         # as much as registers hold: all of a token's experts are loaded together
         BLOCK_I=min(4096 // block_active, triton.next_power_of_2(inner)),
         BLOCK_D=tiling.block_down,
+        BLOCK_S=min(1024, triton.next_power_of_2(num_shared)) if num_shared else 1,
         HAS_LIVE=has_live,
         HAS_EXTRA=extra is not None,
+        HAS_GATE=term.has_gate,
         num_warps=tiling.down_warps,
         **chained(x),
     )
@@ -203,7 +258,7 @@ def mix_grouped(
     down: Tensor,
     *,
     live: Tensor | None = None,
-    extra: tuple[Tensor, Tensor] | None = None,
+    extra: tuple[Tensor, Tensor | None] | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
     """`mix_experts` as matrix products over tiles of pairs that share an expert."""
@@ -262,20 +317,18 @@ def mix_grouped(
         hidden, starts, order, down, terms, BLOCK_N=tiling.block_down, **sizes
     )
     block_d = min(1024, triton.next_power_of_2(size))
+    term = _Extra.of(extra, out)
     _combine_kernel[num_tokens, triton.cdiv(size, block_d)](
         terms,
         weights,
-        experts,
         alive,
-        *_extra(extra, out),
-        out,
-        *_extra_strides(extra),
+        *term.arguments,
         D=size,
         K=num_active,
-        BLOCK_K=triton.next_power_of_2(num_active),
         BLOCK_D=block_d,
         HAS_LIVE=has_live,
         HAS_EXTRA=extra is not None,
+        HAS_GATE=term.has_gate,
         num_warps=4,
         **chained(x),
     )
@@ -295,12 +348,17 @@ def _alive(live: Tensor | None, stand_in: Tensor) -> tuple[Tensor, bool]:
     return (stand_in, False) if live is None else (live.view(torch.uint8), True)
 
 
-def _extra(extra: tuple[Tensor, Tensor] | None, stand_in: Tensor) -> tuple[Tensor, Tensor]:
-    return (stand_in, stand_in) if extra is None else extra
+class _Extra(NamedTuple):
+    """What the kernels are given of a further term and its gate, and of the output."""
 
+    arguments: tuple[Any, ...]
+    has_gate: bool
 
-def _extra_strides(extra: tuple[Tensor, Tensor] | None) -> tuple[int, int]:
-    return (0, 0) if extra is None else (extra[0].stride(0), extra[1].stride(0))
+    @classmethod
+    def of(cls, extra: tuple[Tensor, Tensor | None] | None, out: Tensor) -> _Extra:
+        term, gate = extra or (out, None)
+        gates = out if gate is None else gate
+        return cls((term, gates, out, term.stride(0), gates.stride(0)), gate is not None)
 
 
 def _assert_layout(x: Tensor, *contiguous: Tensor) -> None:

@@ -24,30 +24,25 @@ GATHERED_SHARE = 0.5
 def mix_experts(
     x: Tensor,  # [T, D]
     weights: Tensor,  # [T, k] acc dtype
-    experts: Tensor,  # [T, k] int64, distinct in each row
+    experts: Tensor,  # [T, k] int64, ascending in each row
     up: Tensor,  # [E, I, D]
     down: Tensor,  # [E, D, I]
-    *,
-    live: Tensor | None = None,  # [T] bool: tokens that are routed at all; None is all of them
 ) -> Tensor:  # [T, D] in x's dtype
     """Return the weighted sum of every token's chosen experts, rounded once, at the end.
 
-    An expert that was not chosen adds nothing, also where its output is infinite. Rows that are not
-    live are zeros.
+    An expert that was not chosen adds nothing, also where its output is infinite.
     """
     few = experts.numel() <= GATHERED_SHARE * up.shape[0]
-    out = (mix_gathered if few else mix_dense)(x, weights, experts, up, down)
-    return out if live is None else out.masked_fill(~live[:, None], 0.0)
+    return (mix_gathered if few else mix_dense)(x, weights, experts, up, down)
 
 
 def mix_gathered(x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """`mix_experts` with the matrices of every token's experts copied: for few tokens."""
-    ascending, order = experts.sort(dim=-1)
-    chosen = ascending.view(-1)
+    chosen = experts.view(-1)
     rows = x.repeat_interleave(experts.shape[1], 0)[..., None]
     hidden = F.relu(torch.bmm(up.index_select(0, chosen), rows)).square()
     outputs = torch.bmm(down.index_select(0, chosen), hidden)
-    weighted = outputs.view(*experts.shape, -1) * weights.gather(1, order)[..., None]
+    weighted = outputs.view(*experts.shape, -1) * weights[..., None]
     total, *others = weighted.unbind(1)
     for term in others:
         total = total + term
