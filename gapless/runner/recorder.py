@@ -77,7 +77,10 @@ def record_host_calls(trace: Trace) -> Iterator[None]:
 def record_cuda(trace: Trace) -> Iterator[None]:
     """Record blocking calls, launches and device work; complete once the block has ended."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile, _noted_syncs(trace):
+    with (
+        torch.profiler.profile(activities=activities, acc_events=True) as profile,
+        _noted_syncs(trace),
+    ):
         anchors = record_anchors()
         yield
         torch.cuda.synchronize()

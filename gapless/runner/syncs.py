@@ -174,7 +174,7 @@ def count_calls() -> Iterator[CallCounts]:
             yield counts
         return
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         yield counts
     for event in profile.events() or ():
         name = event.name

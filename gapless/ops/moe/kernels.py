@@ -223,6 +223,7 @@ def _gathered_down_kernel(
     HAS_LIVE: tl.constexpr,
     HAS_EXTRA: tl.constexpr,
     HAS_GATE: tl.constexpr,
+    WIDE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Some output features of one token, all of its experts added up."""
@@ -241,23 +242,29 @@ def _gathered_down_kernel(
     b_expert = tl.load(experts + i_token * K + o_k, mask=m_k, other=0)
     b_weight = tl.load(weights + i_token * K + o_k, mask=m_k, other=0.0)
     o_i = tl.arange(0, BLOCK_I)[None, None, :]
+    o_h = o_i
+    if WIDE:
+        o_h = o_i + o_d[None, :, None] * 0
     m_d = (o_d < D)[None, :, None]
     p_down = down + b_expert * (D * INNER) + o_d[None, :, None] * INNER + o_i
     p_token = hidden + i_token * (K * INNER + SHARED)
     b_shared = tl.zeros([BLOCK_D, BLOCK_S], tl.float32)
     if SHARED > 0:
         o_s = tl.arange(0, BLOCK_S)[None, :]
+        o_y = o_s
+        if WIDE:
+            o_y = o_s + o_d[:, None] * 0
         for i_s in tl.static_range(0, SHARED, BLOCK_S):
             p_w = shared_down + o_d[:, None] * SHARED + i_s + o_s
             m_s = i_s + o_s < SHARED
-            b_w = tl.load(p_w, mask=m_s & (o_d < D)[:, None], other=0.0)
-            b_x = tl.load(p_token + K * INNER + i_s + o_s, mask=m_s, other=0.0).to(tl.float32)
-            b_shared += b_w.to(tl.float32) * b_x
+            b_v = tl.load(p_w, mask=m_s & (o_d < D)[:, None], other=0.0)
+            b_y = tl.load(p_token + K * INNER + i_s + o_y, mask=m_s, other=0.0).to(tl.float32)
+            b_shared += b_v.to(tl.float32) * b_y
     b_out = tl.zeros([BLOCK_K, BLOCK_D, BLOCK_I], tl.float32)
     for i_i in range(0, INNER, BLOCK_I):
         m_i = m_k & (i_i + o_i < INNER)
         b_w = tl.load(p_down + i_i, mask=m_i & m_d, other=0.0, eviction_policy="evict_first")
-        b_x = tl.load(p_token + o_k * INNER + i_i + o_i, mask=m_i, other=0.0).to(tl.float32)
+        b_x = tl.load(p_token + o_k * INNER + i_i + o_h, mask=m_i, other=0.0).to(tl.float32)
         b_out += b_w.to(tl.float32) * (b_x * b_weight)
     b_sum = tl.sum(tl.sum(b_out, axis=2), axis=0)
     if SHARED > 0:

@@ -61,6 +61,7 @@ class GatheredTiling:
     up_stages: int  # iterations in flight; 1 loads each when its turn comes
     block_down: int  # output features of a token
     down_warps: int
+    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -244,6 +245,7 @@ def mix_gathered(
         HAS_LIVE=has_live,
         HAS_EXTRA=extra is not None,
         HAS_GATE=term.has_gate,
+        WIDE=tiling.wide,
         num_warps=tiling.down_warps,
         **chained(x),
     )
