@@ -53,7 +53,9 @@ FLOAT8_TILES = [tile for tile in TILES if not isinstance(tile, Vector)]
 SIZES = [(32, 64), (37, 72)]
 
 
-def run(x: Tensor, weight: Tensor | Float8Matrix, bias: Tensor | None, tile: Tile, **options: Any) -> Tensor:
+def run(
+    x: Tensor, weight: Tensor | Float8Matrix, bias: Tensor | None, tile: Tile, **options: Any
+) -> Tensor:
     from gapless.ops.skinny_linear import triton
 
     return triton.skinny_linear(x, weight, bias, tile, **options)
