@@ -110,7 +110,7 @@ def test_float8_kernels_agree_with_float64(
 ) -> None:
     x, weight, bias = draw_product(rows, size, inner, dtype)
     # rows as far apart as scales can be of use for, and one of padding
-    weight *= torch.logspace(-2, 2, size, device=DEVICE, dtype=dtype)[:, None]
+    weight *= torch.logspace(-2, 2, size, device=DEVICE).to(dtype)[:, None]
     weight[size - 2] = 0
     copy = Float8Matrix.of(weight)
     for added in (bias, None):
