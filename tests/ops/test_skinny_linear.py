@@ -156,6 +156,34 @@ def test_definition_of_products_in_float8() -> None:
     assert reference.skinny_linear(x, copy, out_dtype=torch.float32).dtype is torch.float32
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="the operation's own choice is seen without one")
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_float8_goes_to_a_kernel_as_long_as_rows_are_few(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gapless.ops import chaining
+    from gapless.ops.skinny_linear import triton
+
+    seen: list[int] = []
+
+    def counted(x: Tensor, *args: Any, **options: Any) -> Tensor:
+        seen.append(len(x))
+        return kernel(x, *args, **options)
+
+    kernel = triton.skinny_linear
+    monkeypatch.setattr(triton, "skinny_linear", counted)
+    monkeypatch.setattr(chaining, "_can_chain", lambda _: False)
+    most = MAX_ROWS[-1]
+    x, weight, _ = draw_product(most + 1, 37, 72, dtype)
+    copy = Float8Matrix.of(weight)
+    wanted = wanted_of(x, exactly(copy), None)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    for rows in (1, most, most + 1):
+        out = skinny_linear(x[:rows], copy, out_dtype=torch.float32)
+        close(out, wanted[:rows], ROUNDING[torch.float32 if rows <= most else dtype])
+    assert seen == [1, most]
+
+
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_row_does_not_depend_on_the_others(tile: Tile) -> None:
     x, weight, bias = draw_product(16, 37, 72, HALF)
