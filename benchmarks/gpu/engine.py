@@ -208,6 +208,7 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
                 options: dict[str, Any] = {"speculative_num_steps": num_drafts}
                 if num_drafts:
                     options["speculative_simulate_acceptance"] = FORCED_ACCEPTANCE
+                    options["draft_head_dtype"] = asked.draft_head_dtype
                 started = time.perf_counter()
                 llm = LLM(
                     str(path), load_format="dummy", device="cuda", tp=tp, ssm_dtype=ssm_dtype,
@@ -251,6 +252,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", choices=MODELS, default="35b-a3b")
     parser.add_argument("--batches", default="1,8,32,64,128")
     parser.add_argument("--steps", default="0,3", help="tokens drafted per step")
+    parser.add_argument("--draft-head-dtype", default="auto", help="head that drafts are read from")
     parser.add_argument("--tp", default="1", help="GPUs that the model is split over")
     parser.add_argument("--ssm-dtypes", default="float32")
     parser.add_argument("--max-model-len", type=int, default=8448)

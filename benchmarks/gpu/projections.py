@@ -5,7 +5,8 @@
 
 Checks compare with float64. Times are those of CUDA graphs whose launches take different weights,
 with so many that none is found in the L2 cache. The floor is the weight, x and the output at the
-bandwidth below. The sweep prints the lines of `gapless/ops/skinny_linear/tuning.py`.
+bandwidth below. The sweep prints the lines of `gapless/ops/skinny_linear/tuning.py`. A head of
+drafts is in float8, and timed beside the 16-bit weight that it is a copy of.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 import triton
 
 from benchmarks.gpu.harness import result
+from gapless.ops.skinny_linear import Float8Matrix, skinny_linear
 from gapless.ops.skinny_linear import triton as skinny
 from gapless.ops.skinny_linear.tuning import (
     MAX_ROWS,
@@ -55,7 +57,7 @@ EPS = 1e-6
 BF16, FP32 = torch.bfloat16, torch.float32
 # |out - wanted| / |wanted| by the output's type
 BOUNDS = {BF16: 2.5e-3, FP32: 1e-5}
-# a kernel of ours is taken where it saves this share of the library's time
+# a kernel is taken where it saves this share of the time that the product takes otherwise
 LEAST_GAIN = 0.02
 EARLY_ROWS = 4
 
@@ -68,9 +70,12 @@ class Shape:
     size: int
     inner: int
     out_dtype: torch.dtype = BF16
+    is_float8: bool = False
 
     @property
     def weight_bytes(self) -> int:
+        if self.is_float8:
+            return self.size * (self.inner + 4)
         return 2 * self.size * self.inner
 
     def __str__(self) -> str:
@@ -92,6 +97,9 @@ SHAPES = (
     Shape("4b down", 2560, 9216),
     Shape("4b mtp in", 2560, 5120),
     Shape("4b vocabulary", 248320, 2560, FP32),
+    Shape("35b draft head", 248320, 2048, FP32, is_float8=True),
+    Shape("35b draft head, one of two ranks", 124160, 2048, FP32, is_float8=True),
+    Shape("4b draft head", 248320, 2560, FP32, is_float8=True),
 )
 VECTORS = (
     Vector(4, 512, 4),
@@ -121,10 +129,36 @@ WIDES = (
     Wide(128, 64, 4),
     Wide(128, 128, 3),
 )
+# half the bytes an entry: deeper, or with larger blocks
+FLOAT8_TILES: tuple[Matrix | Wide, ...] = (
+    Matrix(16, 128, 4, 5),
+    Matrix(16, 256, 4, 4),
+    Matrix(32, 64, 4, 6),
+    Matrix(32, 128, 2, 5),
+    Matrix(32, 128, 4, 3),
+    Matrix(32, 128, 4, 4),
+    Matrix(32, 256, 2, 4),
+    Matrix(32, 128, 8, 3),
+    Matrix(64, 64, 4, 4),
+    Matrix(64, 128, 2, 4),
+    Matrix(64, 128, 4, 3),
+    Wide(64, 128, 4),
+    Wide(64, 128, 6),
+    Wide(64, 256, 3),
+    Wide(64, 256, 4),
+    Wide(128, 64, 6),
+    Wide(128, 128, 3),
+    Wide(128, 128, 4),
+    Wide(128, 128, 4, 8),
+    Wide(128, 256, 3, 8),
+    Wide(256, 128, 3, 8),
+)
 
 
 def candidates(shape: Shape, rows: int) -> list[Tile]:
     """Return the tiles worth a try for a product."""
+    if shape.is_float8:
+        return [t for t in FLOAT8_TILES if t.block_n >= rows and t.step <= shape.inner]
     found: list[Tile] = []
     if rows <= 4:
         found += VECTORS
@@ -143,6 +177,11 @@ def draw(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=BF16, device="cuda").normal_()
 
 
+def draw_weight(size: int, inner: int, *, is_float8: bool) -> Tensor | Float8Matrix:
+    """Draw a bf16 weight, or one in float8."""
+    return Float8Matrix.of(draw(size, inner)) if is_float8 else draw(size, inner)
+
+
 @dataclass(frozen=True)
 class Job:
     """A kernel to compile or to check."""
@@ -152,8 +191,9 @@ class Job:
     inner: int
     out_dtype: torch.dtype = BF16
     has_bias: bool = False
+    is_float8: bool = False
 
-    def run(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def run(self, x: Tensor, weight: Tensor | Float8Matrix, bias: Tensor) -> Tensor:
         """Multiply by the tile."""
         return skinny.skinny_linear(
             x, weight, bias if self.has_bias else None, self.tile,
@@ -166,7 +206,11 @@ class Job:
         least = {Vector: 1, Matrix: 8, Wide: 16}[type(self.tile)]
         block_m = max(least, MAX_ROWS[bucket_of(self.rows)])
         has_tail = self.inner % self.tile.step != 0
-        return self.tile, block_m, has_tail, self.out_dtype, self.has_bias
+        return self.tile, block_m, has_tail, self.out_dtype, self.has_bias, self.is_float8
+
+    def draw_weight(self, size: int) -> Tensor | Float8Matrix:
+        """Draw a weight of so many rows."""
+        return draw_weight(size, self.inner, is_float8=self.is_float8)
 
 
 def compile_all(jobs: Sequence[Job]) -> None:
@@ -180,7 +224,7 @@ def compile_all(jobs: Sequence[Job]) -> None:
 def _compile(jobs: list[Job]) -> None:
     for job in jobs:
         try:
-            job.run(draw(job.rows, job.inner), draw(33, job.inner), draw(33))
+            job.run(draw(job.rows, job.inner), job.draw_weight(33), draw(33))
         except triton.runtime.errors.OutOfResources as error:
             print(f"{job.tile} of {job.rows} rows does not fit: {error}", flush=True)
     torch.cuda.synchronize()
@@ -194,22 +238,28 @@ def check(device: torch.device) -> list[dict[str, Any]]:
     # columns that no step divides, and what else a launch can be
     kinds: tuple[Tile, ...] = (VECTORS[0], MATRICES[0], WIDES[0])
     jobs += [Job(tile, 4, 2576, BF16, has_bias=True) for tile in kinds]
+    jobs += [
+        Job(tile, rows, 2048, FP32, is_float8=True)
+        for tile in FLOAT8_TILES
+        for rows in _rows_of(tile)
+    ]
+    jobs += [Job(t, 4, 2576, BF16, has_bias=True, is_float8=True) for t in FLOAT8_TILES[::-1][:2]]
     compile_all(jobs)
     return [result for job in jobs for result in _job_results(job, device)]
 
 
 def _rows_of(tile: Tile) -> list[int]:
     if not isinstance(tile, Vector):
-        return [rows for rows in (1, 8, 16, 32) if rows <= tile.block_n]
+        return [rows for rows in (1, 4, 8, 16, 32, 64) if rows <= tile.block_n]
     return [1] if tile in ROW_VECTORS else [1, 4]
 
 
 def _job_results(job: Job, device: torch.device) -> Iterator[dict[str, Any]]:
     # a size that no block divides
     size = 1027
-    x, weight = draw(job.rows, 2 * job.inner)[:, job.inner :], draw(size, job.inner)
+    x, weight = draw(job.rows, 2 * job.inner)[:, job.inner :], job.draw_weight(size)
     bias = draw(size)
-    wanted = F.linear(x.double(), weight.double(), bias.double() if job.has_bias else None)
+    wanted = skinny_linear(x.double(), _double(weight), bias.double() if job.has_bias else None)
     poison = torch.full((job.rows, size), math.nan, dtype=job.out_dtype, device=device)
     # its memory is the next output's
     del poison
@@ -224,6 +274,13 @@ def _job_results(job: Job, device: torch.device) -> Iterator[dict[str, Any]]:
         yield result(f"{job}: changed by other rows", differing, 0)
 
 
+def _double(weight: Tensor | Float8Matrix) -> Tensor:
+    """Return what a weight stands for."""
+    if isinstance(weight, Float8Matrix):
+        return weight.values.double() * weight.scales.double()[:, None]
+    return weight.double()
+
+
 class Weights:
     """Weights of a shape, more than the L2 cache holds."""
 
@@ -232,12 +289,23 @@ class Weights:
         count = min(MOST_LAUNCHES, max(2, -(-ROTATED_BYTES // shape.weight_bytes)))
         # one that is larger than the cache evicts itself
         number = 1 if shape.weight_bytes > ROTATED_BYTES else count
-        own = [draw(shape.size, shape.inner) for _ in range(number)]
+        own = [
+            draw_weight(shape.size, shape.inner, is_float8=shape.is_float8) for _ in range(number)
+        ]
         self.each = [own[i % number] for i in range(count)]
+        # larger than the cache too
+        self.copied = draw(shape.size, shape.inner) if shape.is_float8 else None
 
-    def us(self, run: Callable[[Tensor], object]) -> float:
+    def us(self, run: Callable[[Any], object]) -> float:
         """Return microseconds of `run` with a weight."""
         return _time_us([lambda weight=weight: run(weight) for weight in self.each])
+
+    def other_us(self, x: Tensor) -> float:
+        """Time what serves the product otherwise: the library, or the weight that was copied."""
+        dtype = self.shape.out_dtype
+        if self.copied is None:
+            return self.library_us(x)
+        return _time_us([lambda: skinny_linear(x, self.copied, out_dtype=dtype)] * 2)
 
     def library_us(self, x: Tensor) -> float:
         """Time the library's product, with the cast that the vocabulary's logits want."""
@@ -285,7 +353,7 @@ def _time_us(launches: Sequence[Callable[[], object]]) -> float:
     return statistics.median(times[2:])
 
 
-def _figures(weights: Weights, rows: int, us: float, library_us: float) -> dict[str, Any]:
+def _figures(weights: Weights, rows: int, us: float, other_us: float) -> dict[str, Any]:
     shape, floor_us = weights.shape, weights.floor_us(rows)
     return {
         "name": str(shape),
@@ -294,7 +362,7 @@ def _figures(weights: Weights, rows: int, us: float, library_us: float) -> dict[
         "TB_s": shape.weight_bytes / us / 1e6,
         "floor_us": floor_us,
         "share_of_floor": floor_us / us,
-        "library_us": library_us,
+        "model_head_us" if shape.is_float8 else "library_us": other_us,
     }
 
 
@@ -308,12 +376,12 @@ def measure(device: torch.device, only: str = "") -> list[dict[str, Any]]:
     torch.manual_seed(0)
     shapes = _shapes(only)
     pinned = {
-        (shape, rows): tile_of(rows, shape.size, shape.inner)
+        (shape, rows): tile_of(rows, shape.size, shape.inner, is_float8=shape.is_float8)
         for shape, rows in product(shapes, MAX_ROWS)
     }
     compile_all(
         [
-            Job(tile, rows, shape.inner, shape.out_dtype)
+            Job(tile, rows, shape.inner, shape.out_dtype, is_float8=shape.is_float8)
             for (shape, rows), tile in pinned.items()
             if tile is not None
         ]
@@ -323,10 +391,11 @@ def measure(device: torch.device, only: str = "") -> list[dict[str, Any]]:
         weights = Weights(shape)
         for rows in MAX_ROWS:
             x, tile = draw(rows, shape.inner), pinned[shape, rows]
-            library_us = weights.library_us(x)
-            us = library_us if tile is None else weights.tile_us(x, tile)
-            kernel = "library" if tile is None else str(tile)
-            found.append(_figures(weights, rows, us, library_us) | {"kernel": kernel})
+            other_us = weights.other_us(x)
+            us = other_us if tile is None else weights.tile_us(x, tile)
+            other = "model's head" if shape.is_float8 else "library"
+            kernel = other if tile is None else str(tile)
+            found.append(_figures(weights, rows, us, other_us) | {"kernel": kernel})
     return found
 
 
@@ -337,7 +406,13 @@ def sweep(device: torch.device, only: str) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     started = time.perf_counter()
     cases = list(product(shapes, MAX_ROWS))
-    compile_all([Job(t, r, s.inner, s.out_dtype) for s, r in cases for t in candidates(s, r)])
+    compile_all(
+        [
+            Job(tile, rows, shape.inner, shape.out_dtype, is_float8=shape.is_float8)
+            for shape, rows in cases
+            for tile in candidates(shape, rows)
+        ]
+    )
     print(f"compiled in {time.perf_counter() - started:.0f} s", flush=True)
     found: list[dict[str, Any]] = []
     lines = []
@@ -346,19 +421,20 @@ def sweep(device: torch.device, only: str) -> list[dict[str, Any]]:
         best: list[Tile | None] = []
         for rows in MAX_ROWS:
             x = draw(rows, shape.inner)
-            library_us = weights.library_us(x)
+            other_us = weights.other_us(x)
             times = {tile: weights.tile_us(x, tile) for tile in candidates(shape, rows)}
             ranked = sorted(times, key=times.__getitem__)
-            gains = times[ranked[0]] < (1 - LEAST_GAIN) * library_us
+            gains = times[ranked[0]] < (1 - LEAST_GAIN) * other_us
             best.append(ranked[0] if gains else None)
             tops = ", ".join(f"{times[tile]:.2f} {tile}" for tile in ranked[:3])
-            print(f"{shape} M={rows}: floor {weights.floor_us(rows):.2f}, library "
-                  f"{library_us:.2f}; {tops}", flush=True)  # fmt: skip
+            print(f"{shape} M={rows}: floor {weights.floor_us(rows):.2f}, otherwise "
+                  f"{other_us:.2f}; {tops}", flush=True)  # fmt: skip
             found += [
-                _figures(weights, rows, times[tile], library_us) | {"kernel": str(tile)}
+                _figures(weights, rows, times[tile], other_us) | {"kernel": str(tile)}
                 for tile in ranked
             ]
-        lines.append(f"    ({shape.size}, {shape.inner}): ({', '.join(map(_code, best))}),")
+        name = "FLOAT8_TABLE" if shape.is_float8 else "TABLE"
+        lines.append(f"{name}:    ({shape.size}, {shape.inner}): ({', '.join(map(_code, best))}),")
     print("\n".join(lines))
     print(f"swept in {time.perf_counter() - started:.0f} s", flush=True)
     return found
@@ -374,7 +450,7 @@ def _code(tile: Tile | None) -> str:
     elif isinstance(tile, Matrix):
         values += [tile.slices, tile.num_stages]
     else:
-        values += [tile.num_stages]
+        values += [tile.num_stages] + [tile.num_warps] * (tile.num_warps != 4)
     return f"{type(tile).__name__}({', '.join(map(str, values))})"
 
 

@@ -23,6 +23,7 @@ from gapless.config.resolve import (
     resolve_footprint,
     window_shape,
 )
+from gapless.config.switches import wants_float8_head
 from gapless.core.architecture import MlpSpec, conv_ring_capacity, ring_capacity
 from gapless.core.footprint import human, num_active_parameters, num_mtp_parameters
 from gapless.errors import ConfigError
@@ -107,11 +108,14 @@ class Inspect:
         if num_drafts:
             max_window, tree = window_shape(options, num_drafts)
             num_drafts = max_window - 1
+            uses_mtp = options.speculative_algorithm in ("auto", "mtp")
+            drafter = "mtp" if uses_mtp and spec.num_mtp_layers else "none"
             footprints[num_drafts] = replace(
                 plain,
                 max_window=max_window,
                 tree=tree,
-                uses_mtp=options.speculative_algorithm in ("auto", "mtp"),
+                uses_mtp=uses_mtp,
+                has_float8_head=wants_float8_head(options, device, plain.dtype, drafter=drafter),
             )
         wanted = demand(options, footprints[num_drafts], device)
         room = Room(
@@ -169,8 +173,9 @@ class Inspect:
         num_bytes = parse_size(self.memory)
         if options.device == "auto":
             return replace(device_info(options), free_bytes=num_bytes)
-        # sums for a GPU can be had where there is none
-        return DeviceInfo(options.device, num_bytes, num_threads=1)
+        # sums for a GPU can be had where there is none: a recent one
+        on_gpu = options.device == "cuda"
+        return DeviceInfo(options.device, num_bytes, num_threads=1, converts_float8=on_gpu)
 
     def _config_path(self, options: EngineOptions) -> Path:
         from gapless.models.checkpoint import resolve_config
@@ -267,6 +272,7 @@ def _sizes(footprint: Footprint) -> dict[str, Any]:
     return {
         "weight_bytes": footprint.weight_bytes,
         "weight_bytes_by_kept_dtype": footprint.weight_bytes_by_dtype,
+        "draft_head_bytes": footprint.draft_head_bytes,
         "kv_bytes_per_token": footprint.kv_bytes_per_token,
         "mtp_kv_bytes_per_token": footprint.mtp_kv_bytes_per_token,
         "page_bytes": footprint.page_bytes,
@@ -383,6 +389,7 @@ def _heading(found: Mapping[str, Any]) -> dict[str, str]:
 
 SIZE_ROWS: tuple[tuple[str, str, Callable[[int], str]], ...] = (
     ("weights", "weight_bytes", human),
+    ("  head in float8 for drafts", "draft_head_bytes", human),
     ("KV, per token", "kv_bytes_per_token", human),
     ("MTP KV, per token", "mtp_kv_bytes_per_token", human),
     ("page of {page_size} tokens", "page_bytes", human),

@@ -86,6 +86,10 @@ class EngineOptions:
     """Tokens that a step verifies per request, at most 16: the newest one, which is the root of the
     tree, and its drafts. A chain has speculative_num_steps + 1; default of a tree: 8, or as close
     to it as its shape allows."""
+    draft_head_dtype: Literal["auto", "model", "fp8"] = "auto"
+    """Vocabulary head that the MTP layer's drafts are read from: the model's own, or a copy in fp8
+    (e4m3, a scale per row), half as many bytes, which may change drafts and never output; auto: fp8
+    for a bfloat16 model on a GPU that converts it (sm_89 and later)."""
     speculative_simulate_acceptance: float | None = None
     """Mean tokens per step to pretend, for benchmarks with --load-format dummy."""
     num_threads: int | None = None

@@ -15,7 +15,7 @@ from gapless.config.budget import (
     divide,
 )
 from gapless.config.options import EngineOptions
-from gapless.config.switches import Switches, resolve_switches
+from gapless.config.switches import Switches, resolve_switches, wants_float8_head
 from gapless.core.draft_shape import TreeShape, draft_reach
 from gapless.core.footprint import Footprint, human
 from gapless.core.parallel import check_world_size
@@ -47,6 +47,8 @@ class DeviceInfo:
     kind: str  # "cpu" or "cuda"
     free_bytes: int
     num_threads: int
+    converts_float8: bool = False
+    """Whether it is a GPU with instructions for that."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +109,13 @@ def resolve(
             not fit the memory.
     """
     drafter, max_window, tree = _drafting(options, architecture, has_mtp_weights=has_mtp_weights)
+    footprint = resolve_footprint(options, architecture, checkpoint_dtype, device)
     footprint = replace(
-        resolve_footprint(options, architecture, checkpoint_dtype, device),
+        footprint,
         max_window=max_window,
         tree=tree,
         uses_mtp=drafter == "mtp",
+        has_float8_head=wants_float8_head(options, device, footprint.dtype, drafter=drafter),
     )
     on_gpu = device.kind == "cuda"
     wanted = demand(options, footprint, device)
@@ -145,7 +149,12 @@ def resolve(
         tree=tree,
         num_threads=_choose("num_threads", options.num_threads, device.num_threads),
         drafter=drafter,
-        switches=resolve_switches(options, device=device.kind, drafter=drafter),
+        switches=resolve_switches(
+            options,
+            device=device.kind,
+            drafter=drafter,
+            has_float8_head=footprint.has_float8_head,
+        ),
         simulated_acceptance=options.speculative_simulate_acceptance,
         buckets=batch_buckets(division.max_running),
         prefill_buckets=prefill_buckets(device.kind, chunked_prefill_size),
@@ -422,7 +431,7 @@ def _check_ranges(options: EngineOptions) -> None:
             raise ConfigError(f"{name}={value!r}: want True or False")
     for name in (
         "load_format", "device", "dtype", "ssm_dtype", "attention_backend",
-        "speculative_algorithm",
+        "speculative_algorithm", "draft_head_dtype",
     ):  # fmt: skip
         value, allowed = _field(options, name), get_args(hints[name])
         if value not in allowed:

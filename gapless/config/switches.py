@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -10,6 +11,9 @@ from gapless.errors import ConfigError
 
 if TYPE_CHECKING:
     from gapless.config.options import EngineOptions
+    from gapless.config.resolve import DeviceInfo
+
+logger = logging.getLogger(__name__)
 
 
 class Graphs(StrEnum):
@@ -35,10 +39,50 @@ class Switches:
     """Whether one kernel makes a decode step's index tensors, where there is one."""
     uses_plan_stream: bool
     """Whether host plans of verify run on a stream of their own."""
+    has_float8_head: bool
+    """Whether drafts are read from a copy of the vocabulary head in float8."""
 
 
-def resolve_switches(options: EngineOptions, *, device: str, drafter: str) -> Switches:
+def wants_float8_head(
+    options: EngineOptions, device: DeviceInfo, dtype: str, *, drafter: str
+) -> bool:
+    """Decide whether drafts are read from a copy of the vocabulary head in float8.
+
+    Args: dtype: type of the model's own head.
+
+    Raises:
+        ConfigError: the option has no effect, or the device cannot do it.
+    """
+    asked = options.draft_head_dtype
+    if drafter != "mtp":
+        if asked != "auto":
+            raise ConfigError(
+                f"draft_head_dtype={asked} has no effect without the MTP drafter, the only one "
+                "that reads a head; leave it out"
+            )
+        return False
+    if asked == "auto":
+        is_chosen = device.converts_float8 and dtype == "bfloat16"
+        logger.info(
+            "draft_head_dtype = %s (the model is %s, and %s %s float8)",
+            "fp8" if is_chosen else "model", dtype, device.kind,
+            "converts" if device.converts_float8 else "does not convert",
+        )  # fmt: skip
+        return is_chosen
+    if asked == "fp8" and device.kind == "cuda" and not device.converts_float8:
+        raise ConfigError(
+            "draft_head_dtype=fp8 wants a GPU that converts float8 (sm_89 and later), which this "
+            "one is not; use draft_head_dtype=model"
+        )
+    return asked == "fp8"
+
+
+def resolve_switches(
+    options: EngineOptions, *, device: str, drafter: str, has_float8_head: bool
+) -> Switches:
     """Decide how steps are launched.
+
+    Args: has_float8_head: what `wants_float8_head` said.
 
     Raises:
         ConfigError: an option has no effect on this device or with another option.
@@ -72,4 +116,5 @@ def resolve_switches(options: EngineOptions, *, device: str, drafter: str) -> Sw
         graphs=Graphs.NONE if options.disable_cuda_graph else graphs,
         fuses_metadata=not options.disable_fused_metadata,
         uses_plan_stream=options.plan_stream,
+        has_float8_head=has_float8_head,
     )

@@ -29,6 +29,8 @@ class Footprint:
     tree: TreeShape | None = None  # None: drafts in a row
     uses_mtp: bool = True
     """Whether a window above 1 is drafted by the model's MTP layers, where it has some."""
+    has_float8_head: bool = False
+    """Whether drafts of MTP layers are read from a copy of the vocabulary head in float8."""
     world_size: int = 1
     """Ranks that the model is split over; all sizes are those of one rank, of the largest one."""
 
@@ -72,7 +74,17 @@ class Footprint:
         found = dict.fromkeys((self.dtype, self.acc_dtype), 0)
         found[self.dtype] += (count - acc_count) * DTYPE_BYTES[self.dtype]
         found[self.acc_dtype] += acc_count * DTYPE_BYTES[self.acc_dtype]
+        if self.draft_head_bytes:
+            found["float8"] = self.draft_head_bytes
         return found
+
+    @property
+    def draft_head_bytes(self) -> int:
+        """Bytes of the head's copy in float8, scales included: a byte an entry, four a row."""
+        if not (self.has_float8_head and self.has_mtp):
+            return 0
+        own = self.own
+        return head_rows(own.vocab_size, self.world_size) * (own.hidden_size + 4)
 
     @property
     def kv_bytes_per_token(self) -> int:

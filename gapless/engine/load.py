@@ -26,7 +26,7 @@ from gapless.runner.runner import Runner
 from gapless.runner.warm_up import warm_up
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from gapless.config.options import EngineOptions
     from gapless.core.architecture import Architecture
@@ -144,6 +144,8 @@ def build(recipe: Recipe, rank: int, communicator: Communicator) -> Runner:
     model: Decoder = module.build(architecture, place, num_positions=num_positions(config))
     mtp = MtpHead(architecture, place) if config.drafter == "mtp" else None
     _fill(model, mtp, recipe.weights, module.ignore_rules(architecture), recipe.seed)
+    if config.switches.has_float8_head:
+        model.keep_draft_head()
     runner = Runner(make_device(model, mtp, config, place), config)
     if config.device == "cuda":
         warm_up(runner, config)
@@ -208,8 +210,15 @@ def device_info(options: EngineOptions) -> DeviceInfo:
             )
         ranks = range(tp) if tp > 1 else [torch.cuda.current_device()]
         free = min(torch.cuda.mem_get_info(index)[0] for index in ranks)
-        return DeviceInfo("cuda", free, num_threads=1)
+        return DeviceInfo("cuda", free, num_threads=1, converts_float8=_converts_float8(ranks))
     return DeviceInfo("cpu", _free_host_bytes() // tp, max(1, torch.get_num_threads() // tp))
+
+
+def _converts_float8(ranks: Iterable[int]) -> bool:
+    """Whether all these GPUs have instructions that convert float8."""
+    if torch.version.hip is not None:
+        return False
+    return all(torch.cuda.get_device_capability(index) >= (8, 9) for index in ranks)
 
 
 def _free_host_bytes() -> int:

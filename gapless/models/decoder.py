@@ -17,7 +17,7 @@ from gapless.models.mixers import NormStyle, make_block, make_mixer
 from gapless.models.scaling import scale_weights
 from gapless.ops.rope import rotary_table
 from gapless.ops.rope.yarn import yarn_table
-from gapless.ops.skinny_linear import skinny_linear
+from gapless.ops.skinny_linear import Float8Matrix, skinny_linear
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -124,6 +124,7 @@ class Decoder:
         else:
             self._head = place.matrix(rows, spec.hidden_size)
             self._head[self._head_share.length :].zero_()
+        self._draft_head: Float8Matrix | None = None
         self._communicator = place.communicator
         self._rotary = _rotary(architecture, num_positions, place)
 
@@ -154,8 +155,22 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Project `[N, D]` to vocabulary logits `[N, V]`, float32 or more."""
+        return self._project(hidden, self._head)
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """Return about the same, good enough for drafts: few rows read the copy that is kept."""
+        copy = self._draft_head
+        if copy is not None and copy.serves(len(hidden)):
+            return self._project(hidden, copy)
+        return self.logits(hidden)
+
+    def keep_draft_head(self) -> None:
+        """Keep a copy of this rank's head in float8 for drafts; once, after loading."""
+        self._draft_head = Float8Matrix.of(self._head)
+
+    def _project(self, hidden: Tensor, head: Tensor | Float8Matrix) -> Tensor:
         logits = self._communicator.all_gather(
-            skinny_linear(hidden, self._head, out_dtype=self._acc_dtype)
+            skinny_linear(hidden, head, out_dtype=self._acc_dtype)
         )
         logits = logits[:, : self.architecture.vocab_size].to(self._acc_dtype)
         scale = self.architecture.logit_scale

@@ -23,6 +23,7 @@ from gapless.errors import ConfigError
 from gapless.layers.placement import Placement
 from gapless.models.mtp import MtpHead
 from gapless.models.registry import model_module, read_architecture
+from gapless.ops.skinny_linear import Float8Matrix
 from tests.models import tiny
 from tests.pool_bytes import num_bytes, pool_bytes
 
@@ -118,6 +119,43 @@ def test_bytes_are_those_of_the_weights(tmp_path: Path, name: str, device: str, 
         by_dtype[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
     assert footprint.weight_bytes_by_dtype == by_dtype
     assert footprint.weight_bytes == num_bytes(found)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_tied"])
+def test_bytes_of_the_drafts_head_are_those_of_its_copy(
+    tmp_path: Path, name: str, dtype: str, world_size: int
+) -> None:
+    spec = replace(describe(write_config(name, tmp_path)), num_mtp_layers=1)
+    sizes = make_footprint(
+        spec, dtype=dtype, max_window=4, world_size=world_size, has_float8_head=True
+    )
+    rows = -(-spec.vocab_size // world_size)
+    copy = Float8Matrix.of(torch.ones(rows, spec.hidden_size))
+    taken = num_bytes([copy.values, copy.scales])
+    assert sizes.draft_head_bytes == sizes.weight_bytes_by_dtype["float8"] == taken
+    without = replace(sizes, has_float8_head=False)
+    assert sizes.weight_bytes - without.weight_bytes == taken
+    # who does not draft with MTP layers keeps none
+    for other in (replace(sizes, max_window=1), replace(sizes, uses_mtp=False)):
+        assert other.draft_head_bytes == 0
+        assert "float8" not in other.weight_bytes_by_dtype
+
+
+def test_the_drafts_head_is_shown(run: Run) -> None:
+    here = ("inspect", "--memory", "1GiB")
+    gpu = (*here, "--device", "cuda")
+    label = "head in float8 for drafts"
+    for argv in (gpu, (*here, "--draft-head-dtype", "fp8")):
+        plain, speculative = json.loads(run(*argv, "--json").out)["sizes"]
+        assert plain["draft_head_bytes"] == 0 < speculative["draft_head_bytes"]
+        assert label in run(*argv).out
+    off = ("--draft-head-dtype", "model")
+    for argv in (here, (*gpu, *off), (*gpu, "--speculative-algorithm", "ngram")):
+        assert label not in run(*argv).out
+    done = run(*here, "--speculative-algorithm", "ngram", *off)
+    assert "draft_head_dtype=model has no effect without the MTP drafter" in done.err
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "mtp", "ngram"])

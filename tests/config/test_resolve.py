@@ -315,6 +315,65 @@ def test_drafting_that_cannot_be_is_refused(
         _resolve(MTP, has_mtp=has_mtp, **options)
 
 
+RECENT_GPU = replace(GPU, converts_float8=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "dtype"),
+    [
+        (RECENT_GPU, {}, "fp8"),
+        (RECENT_GPU, {"draft_head_dtype": "model"}, "model"),
+        (RECENT_GPU, {"speculative_topk": 2}, "fp8"),
+        (RECENT_GPU, {"dtype": "float32"}, "model"),
+        (RECENT_GPU, {"dtype": "float32", "draft_head_dtype": "fp8"}, "fp8"),
+        (RECENT_GPU, {"speculative_algorithm": "ngram"}, "model"),
+        (RECENT_GPU, {"speculative_algorithm": "none"}, "model"),
+        (GPU, {}, "model"),
+        (CPU, {}, "model"),
+        (CPU, {"dtype": "bfloat16"}, "model"),
+        (CPU, {"dtype": "float64", "draft_head_dtype": "fp8"}, "fp8"),
+    ],
+)
+def test_drafts_read_float8_where_it_is_fast(
+    device: DeviceInfo, options: dict[str, Any], dtype: str
+) -> None:
+    config = _resolve(MTP, device, has_mtp=True, **options)
+    assert config.switches.has_float8_head == (dtype == "fp8")
+
+
+@pytest.mark.parametrize("asked", ["model", "fp8"])
+@pytest.mark.parametrize("algorithm", ["ngram", "none"])
+def test_a_draft_head_without_the_drafter_that_reads_it_is_refused(
+    algorithm: str, asked: str
+) -> None:
+    options = {"draft_head_dtype": asked, "speculative_algorithm": algorithm}
+    message = f"draft_head_dtype={asked} has no effect without the MTP drafter"
+    for device in (CPU, RECENT_GPU):
+        with pytest.raises(ConfigError, match=message):
+            _resolve(MTP, device, has_mtp=True, **options)
+
+
+def test_a_draft_head_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"wants a GPU that converts float8 .*sm_89"):
+        _resolve(MTP, GPU, has_mtp=True, draft_head_dtype="fp8")
+    with pytest.raises(ConfigError, match="draft_head_dtype='fp4': want one of auto, model, fp8"):
+        _resolve(MTP, has_mtp=True, draft_head_dtype="fp4")
+
+
+def test_the_copy_of_the_head_takes_its_part_of_the_budget() -> None:
+    # a byte an entry, and a scale of four bytes a row
+    copy = 256 * 64 + 256 * 4
+    tight = replace(RECENT_GPU, free_bytes=4 << 20)
+    pages = [
+        _resolve(
+            MTP, replace(tight, free_bytes=tight.free_bytes + more), has_mtp=True,
+            mem_fraction=1.0, max_model_len=1000, disable_prefix_cache=True, draft_head_dtype=head,
+        ).num_pages
+        for head, more in (("model", 0), ("fp8", copy), ("fp8", 0))
+    ]  # fmt: skip
+    assert pages[0] == pages[1] > pages[2]
+
+
 @pytest.mark.parametrize(
     ("options", "window", "tree"),
     [
@@ -401,6 +460,7 @@ def test_switches() -> None:
         graphs=Graphs.STEP,
         fuses_metadata=True,
         uses_plan_stream=False,
+        has_float8_head=False,
     )
     asked = _resolve(on=GPU, stage_graphs=True, disable_fused_metadata=True).switches
     assert (asked.graphs, asked.fuses_metadata) == (Graphs.STAGE, False)

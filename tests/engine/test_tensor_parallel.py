@@ -103,7 +103,7 @@ def expected(checkpoint_of: CheckpointOf) -> dict[str, list[tuple[int, ...]]]:
     ("name", "world_size", "options"),
     [
         ("qwen3_5", 2, {"speculative_algorithm": "mtp"}),
-        ("qwen3_5_four", 4, {"speculative_algorithm": "mtp"}),
+        ("qwen3_5_four", 4, {"speculative_algorithm": "mtp", "draft_head_dtype": "fp8"}),
         ("deepseek_v3", 2, {"speculative_topk": 2, "speculative_num_draft_tokens": 7}),
         ("qwen3_next", 2, {"speculative_algorithm": "ngram"}),
         ("qwen3_one_kv_head", 2, {"speculative_algorithm": "ngram"}),

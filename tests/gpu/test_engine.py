@@ -42,8 +42,8 @@ PENALISED = [
 
 
 @pytest.mark.parametrize("params", [PARAMS, PENALISED])
-@pytest.mark.parametrize("drafting", DRAFTING)
-def test_tokens_as_on_the_cpu(drafting: dict[str, int], params: list[SamplingParams]) -> None:
+@pytest.mark.parametrize("drafting", [*DRAFTING, {"draft_head_dtype": "fp8"}])
+def test_tokens_as_on_the_cpu(drafting: dict[str, Any], params: list[SamplingParams]) -> None:
     found = [
         LLM(device=device, **drafting, **OPTIONS).generate(QUESTIONS, params)
         for device in ("cuda", "cpu")

@@ -40,6 +40,7 @@ from gapless.models import loader
 from gapless.models.loader import dummy_weights, load_weights
 from gapless.models.mtp import MtpHead
 from gapless.models.registry import model_module, read_architecture
+from gapless.ops.skinny_linear import Float8Matrix, skinny_linear
 from gapless.runner.pools import make_geometry, make_pools
 from tests.ranks import (
     CONFIGS,
@@ -421,7 +422,7 @@ def test_a_tied_head_is_part_of_the_embedding(vocab_size: int, rows: tuple[int, 
     spec = replace(described(LayerSpec(ATTENTION, MlpSpec(60))), vocab_size=vocab_size)
     spec = replace(spec, ties_embeddings=True)
     hidden = torch.randn(3, 16, dtype=torch.float64)
-    logits = []
+    logits, drafted = [], []
     for rank in range(2):
         place = RowMajor(CPU, torch.float64, rank, 2)
         model = model_module("llama").build(spec, place, num_positions=1)
@@ -433,8 +434,15 @@ def test_a_tied_head_is_part_of_the_embedding(vocab_size: int, rows: tuple[int, 
         logits.append(torch.nn.functional.linear(hidden, model._head))
         found = model.logits(hidden)  # this communicator gathers nothing
         assert torch.equal(found, logits[-1])
+        model.keep_draft_head()
+        drafted.append(model.draft_logits(hidden))
     joined = torch.cat(logits, dim=1)
     assert_near(joined[:, :vocab_size], hidden @ model._embedding.t())
+    assert not joined[:, vocab_size:].any()
+    # a row's scale is its own, so ranks' copies are parts of that of the whole
+    joined = torch.cat(drafted, dim=1)
+    whole = Float8Matrix.of(model._embedding)
+    assert_near(joined[:, :vocab_size], skinny_linear(hidden, whole))
     assert not joined[:, vocab_size:].any()
 
 

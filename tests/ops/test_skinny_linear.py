@@ -14,8 +14,10 @@ import torch.nn.functional as F
 
 from gapless.layers.linear import Linear
 from gapless.layers.placement import Placement
-from gapless.ops.skinny_linear import skinny_linear
+from gapless.ops.skinny_linear import Float8Matrix, reference, skinny_linear
+from gapless.ops.skinny_linear.float8 import CONVERTED_ROWS
 from gapless.ops.skinny_linear.tuning import (
+    FLOAT8_TABLE,
     MAX_ROWS,
     TABLE,
     Matrix,
@@ -23,6 +25,7 @@ from gapless.ops.skinny_linear.tuning import (
     Vector,
     Wide,
     guess,
+    guess_float8,
     tile_of,
 )
 
@@ -44,11 +47,15 @@ TILES: list[Tile] = [
     Matrix(16, 16, 4, 3),
     Wide(16, 16, 2),
 ]
+# those that take a weight in float8
+FLOAT8_TILES = [tile for tile in TILES if not isinstance(tile, Vector)]
 # sizes that blocks divide, and sizes that they do not
 SIZES = [(32, 64), (37, 72)]
 
 
-def run(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, **options: Any) -> Tensor:
+def run(
+    x: Tensor, weight: Tensor | Float8Matrix, bias: Tensor | None, tile: Tile, **options: Any
+) -> Tensor:
     from gapless.ops.skinny_linear import triton
 
     return triton.skinny_linear(x, weight, bias, tile, **options)
@@ -94,6 +101,89 @@ def test_wider_output_keeps_the_sums_bits(tile: Tile) -> None:
     close(out, wanted_of(x, weight, bias), ROUNDING[torch.float32])
 
 
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize(("size", "inner"), SIZES)
+@pytest.mark.parametrize("tile", FLOAT8_TILES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_float8_kernels_agree_with_float64(
+    dtype: torch.dtype, tile: Tile, size: int, inner: int, rows: int
+) -> None:
+    x, weight, bias = draw_product(rows, size, inner, dtype)
+    # rows as far apart as scales can be of use for, and one of padding
+    weight *= torch.logspace(-2, 2, size, device=DEVICE).to(dtype)[:, None]
+    weight[size - 2] = 0
+    copy = Float8Matrix.of(weight)
+    for added in (bias, None):
+        wanted = wanted_of(x, exactly(copy), added)
+        close(run(x, copy, added, tile), wanted, ROUNDING[dtype])
+        close(run(x, copy, added, tile, out_dtype=torch.float32), wanted, ROUNDING[torch.float32])
+
+
+def exactly(copy: Float8Matrix) -> Tensor:
+    """The matrix that a copy in float8 stands for, in float64."""
+    return copy.values.double() * copy.scales.double()[:, None]
+
+
+def test_float8_copy_is_rounded_row_by_row() -> None:
+    weight = torch.randn(CONVERTED_ROWS + 3, 8).to(torch.bfloat16)
+    weight[5] *= 1e-6
+    weight[6] = 0
+    copy = Float8Matrix.of(weight)
+    assert copy.shape == weight.shape
+    scales = weight.float().abs().amax(dim=1) / 448
+    scales[6] = 1
+    assert torch.equal(copy.scales, scales)
+    # torch's own cast is the definition
+    rounded = (weight.float() / scales[:, None]).to(torch.float8_e4m3fn)
+    assert torch.equal(copy.values.view(torch.uint8), rounded.view(torch.uint8))
+    # three bits after the leading one; below the least normal number, steps of 2^-9
+    error = (exactly(copy) - weight.double()).abs()
+    bound = torch.maximum(weight.double().abs() / 16, scales.double()[:, None] * 2**-10)
+    assert bool((error <= bound * (1 + 1e-6)).all())
+
+
+def test_definition_of_products_in_float8() -> None:
+    x, weight, bias = (t.double().cpu() for t in draw_product(3, 7, 8, torch.float32))
+    copy = Float8Matrix.of(weight)
+    for shaped in (x, x.view(3, 1, 8)):
+        out = reference.skinny_linear(shaped, copy, bias)
+        assert out.dtype is torch.float64
+        wanted = wanted_of(shaped, exactly(copy), bias)
+        torch.testing.assert_close(out, wanted, rtol=1e-13, atol=1e-13)
+        assert torch.equal(skinny_linear(shaped, copy, bias), out)
+    x = x.to(torch.bfloat16)
+    assert reference.skinny_linear(x, copy).dtype is torch.bfloat16
+    assert reference.skinny_linear(x, copy, out_dtype=torch.float32).dtype is torch.float32
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the operation's own choice is seen without one")
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_float8_goes_to_a_kernel_as_long_as_rows_are_few(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gapless.ops import chaining
+    from gapless.ops.skinny_linear import triton
+
+    seen: list[int] = []
+
+    def counted(x: Tensor, *args: Any, **options: Any) -> Tensor:
+        seen.append(len(x))
+        return kernel(x, *args, **options)
+
+    kernel = triton.skinny_linear
+    monkeypatch.setattr(triton, "skinny_linear", counted)
+    monkeypatch.setattr(chaining, "_can_chain", lambda _: False)
+    most = MAX_ROWS[-1]
+    x, weight, _ = draw_product(most + 1, 37, 72, dtype)
+    copy = Float8Matrix.of(weight)
+    wanted = wanted_of(x, exactly(copy), None)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    for rows in (1, most, most + 1):
+        out = skinny_linear(x[:rows], copy, out_dtype=torch.float32)
+        close(out, wanted[:rows], ROUNDING[torch.float32 if rows <= most else dtype])
+    assert seen == [1, most]
+
+
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_row_does_not_depend_on_the_others(tile: Tile) -> None:
     x, weight, bias = draw_product(16, 37, 72, HALF)
@@ -118,6 +208,12 @@ def test_tensors_that_no_kernel_serves() -> None:
     assert "float64" in str(triton.unsupported(x, weight.double()))
     assert "contiguous" in str(triton.unsupported(x, weight.t().contiguous().t()))
     assert "contiguous" in str(triton.unsupported(x.t().contiguous().t(), weight))
+    copy = Float8Matrix.of(weight)
+    assert triton.unsupported(x, copy) is None
+    assert "float64" in str(triton.unsupported(x.double(), copy))
+    assert "float8" in str(triton.unsupported(x, copy.values))
+    with pytest.raises(AssertionError, match="float8"):
+        run(x, copy, None, Vector(4, 16, 4))
 
 
 def test_definition_is_the_product() -> None:
@@ -132,11 +228,18 @@ def test_definition_is_the_product() -> None:
 
 def test_table_covers_its_buckets_and_more_rows_go_to_the_library() -> None:
     assert list(MAX_ROWS) == sorted(set(MAX_ROWS))
-    for tiles in TABLE.values():
+    for tiles in (*TABLE.values(), *FLOAT8_TABLE.values()):
         assert len(tiles) == len(MAX_ROWS)
     for shape in [(9999, 4096), (2048, 512), *TABLE]:
         assert tile_of(0, *shape) is None
         assert tile_of(MAX_ROWS[-1] + 1, *shape) is None
+
+
+def test_few_rows_read_the_copy_in_float8() -> None:
+    copy = Float8Matrix.of(torch.randn(37, 72))
+    assert [copy.serves(rows) for rows in (0, 1, 33, MAX_ROWS[-1], MAX_ROWS[-1] + 1)] == [
+        False, True, True, True, False
+    ]  # fmt: skip
 
 
 def test_bucket_holds_its_upper_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +265,17 @@ def test_tiles_fit_their_kernels(rows: int, size: int, inner: int) -> None:
             # stages of weight and x in the shared memory of a multiprocessor
             entries = tile.step * (tile.block_n + max(8, rows))
             assert 2 * entries * (tile.num_stages - 1) <= 227 << 10
+
+
+@pytest.mark.parametrize("rows", MAX_ROWS)
+def test_float8_tiles_fit_their_kernels(rows: int) -> None:
+    known = [tiles[MAX_ROWS.index(rows)] for tiles in FLOAT8_TABLE.values()]
+    for tile in (guess_float8(rows), *(tile for tile in known if tile is not None)):
+        assert isinstance(tile, Matrix | Wide)
+        assert tile.block_n >= 16
+        # beside a byte of the weight, x may be in float32
+        taken = tile.step * (tile.block_n + 4 * max(8, rows))
+        assert taken * (tile.num_stages - 1) <= 227 << 10
 
 
 def test_layers_multiply_by_their_weight() -> None:

@@ -1,7 +1,8 @@
 """Dense products; those of few rows read their weight at memory speed.
 
 On a GPU few rows go to a kernel where one was found faster than the library's, see `tuning.py`.
-The choice reads shapes only: no sync.
+The choice reads shapes only: no sync. A `Float8Matrix` is half the bytes of a 16-bit weight, so few
+rows take half the time; many rows would take as long as with the weight that it is a copy of.
 """
 
 from __future__ import annotations
@@ -9,18 +10,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gapless.ops.skinny_linear import reference
+from gapless.ops.skinny_linear.float8 import Float8Matrix
 from gapless.ops.skinny_linear.tuning import tile_of
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["skinny_linear"]
+__all__ = ["Float8Matrix", "skinny_linear"]
 
 
 def skinny_linear(
     x: Tensor,  # [..., K]
-    weight: Tensor,  # [N, K]
+    weight: Tensor | Float8Matrix,  # [N, K]
     bias: Tensor | None = None,  # [N]
     *,
     out_dtype: torch.dtype | None = None,
@@ -29,11 +31,12 @@ def skinny_linear(
 
     How a row's sums round may depend on how many rows there are.
     """
-    if x.is_cuda and x.dtype.itemsize == 2:
+    is_float8 = isinstance(weight, Float8Matrix)
+    if x.is_cuda and (is_float8 or x.dtype.itemsize == 2):
         from gapless.ops.skinny_linear import triton
 
         flat = x.flatten(0, -2)
-        tile = tile_of(len(flat), *weight.shape)
+        tile = tile_of(len(flat), *weight.shape, is_float8=is_float8)
         if tile is not None and triton.unsupported(flat, weight) is None:
             out = triton.skinny_linear(flat, weight, bias, tile, out_dtype=out_dtype)
             return out.view(*x.shape[:-1], -1)

@@ -7,6 +7,10 @@ padding costs nothing here; its warps share out the columns of an iteration, so 
 the weight make a program and no partial sum leaves it. The *wide* kernel does that without slices,
 its warps share out the weight's rows. In these two a row of x adds up in the same order however
 many others there are; in the vector kernel that may differ between numbers of rows.
+
+The matrix and the wide kernel also take a weight in float8 with a scale per row. Its entries are
+made x's type by way of float32: hardware turns pairs of them into float16, and straight from there
+to bfloat16 it converts too few a cycle to keep up with memory.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -63,10 +67,19 @@ def _skinny_vector_kernel(
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _widened(b_w, dtype: tl.constexpr, IS_FLOAT8: tl.constexpr):
+    """Return float8 entries in another type; others as they are."""
+    if IS_FLOAT8:
+        b_w = b_w.to(tl.float32).to(dtype)
+    return b_w
+
+
 @triton.jit(do_not_specialize=["num_rows", "N"])
 def _skinny_matrix_kernel(
     x,
     weight,
+    scales,
     bias,
     out,
     num_rows,
@@ -79,6 +92,7 @@ def _skinny_matrix_kernel(
     SLICES: tl.constexpr,
     PRECISION: tl.constexpr,
     HAS_TAIL: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -102,8 +116,10 @@ def _skinny_matrix_kernel(
             m_x = m_m & (i_k + o_x < K)
         b_w = tl.load(p_w + i_k, mask=m_w, other=0.0, eviction_policy="evict_first")
         b_x = tl.load(p_x + i_k, mask=m_x, other=0.0)
-        b_sum = tl.dot(b_w, b_x, b_sum, input_precision=PRECISION)
+        b_sum = tl.dot(_widened(b_w, b_x.dtype, HAS_SCALES), b_x, b_sum, input_precision=PRECISION)
     b_out = tl.sum(b_sum, axis=0)
+    if HAS_SCALES:
+        b_out *= tl.load(scales + o_n, mask=o_n < N, other=0.0)[:, None]
     if HAS_BIAS:
         b_out += tl.load(bias + o_n, mask=o_n < N, other=0.0).to(tl.float32)[:, None]
     p_out = out + o_m.to(tl.int64)[None, :] * N + o_n[:, None]
@@ -115,6 +131,7 @@ def _skinny_matrix_kernel(
 def _skinny_wide_kernel(
     x,
     weight,
+    scales,
     bias,
     out,
     num_rows,
@@ -126,6 +143,7 @@ def _skinny_wide_kernel(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
     HAS_TAIL: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -147,7 +165,9 @@ def _skinny_wide_kernel(
             m_x = m_m & (i_k + o_x < K)
         b_w = tl.load(p_w + i_k, mask=m_w, other=0.0, eviction_policy="evict_first")
         b_x = tl.load(p_x + i_k, mask=m_x, other=0.0)
-        b_sum = tl.dot(b_w, b_x, b_sum, input_precision=PRECISION)
+        b_sum = tl.dot(_widened(b_w, b_x.dtype, HAS_SCALES), b_x, b_sum, input_precision=PRECISION)
+    if HAS_SCALES:
+        b_sum *= tl.load(scales + o_n, mask=o_n < N, other=0.0)[:, None]
     if HAS_BIAS:
         b_sum += tl.load(bias + o_n, mask=o_n < N, other=0.0).to(tl.float32)[:, None]
     p_out = out + o_m.to(tl.int64)[None, :] * N + o_n[:, None]

@@ -73,31 +73,38 @@ class Wide:
 Tile = Vector | Matrix | Wide
 
 # upper ends of the row buckets; more rows go to the library
-MAX_ROWS = (1, 4, 8, 16, 32)
+MAX_ROWS = (1, 4, 8, 16, 32, 64)
 
 # (N, K) of 16-bit weights -> a tile per row bucket, None for the library
 TABLE: dict[tuple[int, int], tuple[Tile | None, ...]] = {
-    (12352, 2048): (Wide(64, 128, 4), Wide(64, 64, 6), Wide(64, 128, 4), None, Wide(64, 64, 6)),
+    (12352, 2048): (
+        Wide(64, 128, 4), Wide(64, 64, 6), Wide(64, 128, 4), None, Wide(64, 64, 6), None,
+    ),
     (2048, 4096): (
         Vector(4, 2048, 4), Matrix(16, 128, 4, 5), Matrix(16, 128, 4, 5), Matrix(16, 128, 4, 5),
-        None,
+        None, None,
     ),
-    (9216, 2048): (None, None, None, None, None),
+    (9216, 2048): (None, None, None, None, None, None),
     (1024, 2048): (
         Vector(4, 2048, 4), Vector(2, 1024, 2), Matrix(16, 128, 4, 5), Matrix(16, 64, 4, 5), None,
+        None,
     ),
     (2048, 512): (
         Vector(8, 512, 8), Matrix(16, 128, 4, 5), Matrix(16, 128, 4, 5), Matrix(16, 64, 4, 5),
-        Wide(64, 64, 6),
+        Wide(64, 64, 6), None,
     ),
     (257, 2048): (
         Vector(4, 2048, 4), Vector(4, 512, 4, 4), Matrix(16, 128, 4, 5), Matrix(16, 128, 4, 5),
-        Wide(64, 128, 4),
+        Wide(64, 128, 4), None,
     ),
     (248320, 2048): (
         Wide(64, 128, 4), Wide(64, 128, 4), Wide(64, 128, 4), Wide(128, 128, 3), Wide(64, 128, 4),
+        None,
     ),
 }  # fmt: skip
+
+# the same of weights in float8; None for the 16-bit weight that they are a copy of
+FLOAT8_TABLE: dict[tuple[int, int], tuple[Matrix | Wide | None, ...]] = {}
 
 
 def bucket_of(rows: int) -> int:
@@ -105,11 +112,17 @@ def bucket_of(rows: int) -> int:
     return bisect_left(MAX_ROWS, rows)
 
 
-def tile_of(rows: int, size: int, inner: int) -> Tile | None:
-    """Return how to multiply `rows` rows by a weight [size, inner], None for the library."""
+def tile_of(rows: int, size: int, inner: int, *, is_float8: bool = False) -> Tile | None:
+    """Return how to multiply `rows` rows by a weight [size, inner], None for the library.
+
+    Of a weight in float8 None stands for the 16-bit weight that it is a copy of.
+    """
     bucket = bucket_of(rows)
     if rows == 0 or bucket == len(MAX_ROWS):
         return None
+    if is_float8:
+        measured = FLOAT8_TABLE.get((size, inner))
+        return guess_float8(rows) if measured is None else measured[bucket]
     found = TABLE.get((size, inner))
     return guess(rows, size, inner) if found is None else found[bucket]
 
@@ -122,4 +135,15 @@ def guess(rows: int, size: int, inner: int) -> Tile | None:
         return Matrix(16, 128, 4, 5) if rows <= 16 else None
     if size < 8192:
         return Matrix(16, 128, 4, 5) if rows <= 16 else None
+    if rows > 32:
+        return None
     return Wide(64, 128, 4) if rows <= 8 or size >= 1 << 16 else None
+
+
+def guess_float8(rows: int) -> Matrix | Wide:
+    """Choose for a weight in float8 that has not been measured.
+
+    A block is twice as large as that of 16-bit weights, so that as many bytes are under way; with
+    many rows it has more rows of the weight, so that x is read fewer times.
+    """
+    return Matrix(32, 128, 4, 4) if rows <= 16 else Wide(128, 128, 4)
