@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from gapless.ops.skinny_linear import reference
 from gapless.ops.skinny_linear.float8 import Float8Matrix
 from gapless.ops.skinny_linear.tuning import tile_of
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 __all__ = ["Float8Matrix", "skinny_linear"]
@@ -40,4 +41,7 @@ def skinny_linear(
         if tile is not None and triton.unsupported(flat, weight) is None:
             out = triton.skinny_linear(flat, weight, bias, tile, out_dtype=out_dtype)
             return out.view(*x.shape[:-1], -1)
+        if out_dtype is torch.float32 and bias is None and not is_float8:
+            # as the library summed it: rounding and widening would be two more passes
+            return torch.mm(flat, weight.t(), out_dtype=out_dtype).view(*x.shape[:-1], -1)
     return reference.skinny_linear(x, weight, bias, out_dtype=out_dtype)
