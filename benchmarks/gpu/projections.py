@@ -433,7 +433,7 @@ def sweep(device: torch.device, only: str) -> list[dict[str, Any]]:
                 _figures(weights, rows, times[tile], other_us) | {"kernel": str(tile)}
                 for tile in ranked
             ]
-        name = "FLOAT8_TABLE" if shape.is_float8 else "TABLE"
+        name = "FLOAT8_TILES" if shape.is_float8 else "TABLE"
         lines.append(f"{name}:    ({shape.size}, {shape.inner}): ({', '.join(map(_code, best))}),")
     print("\n".join(lines))
     print(f"swept in {time.perf_counter() - started:.0f} s", flush=True)

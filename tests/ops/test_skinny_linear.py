@@ -17,7 +17,7 @@ from gapless.layers.placement import Placement
 from gapless.ops.skinny_linear import Float8Matrix, reference, skinny_linear
 from gapless.ops.skinny_linear.float8 import CONVERTED_ROWS
 from gapless.ops.skinny_linear.tuning import (
-    FLOAT8_TABLE,
+    FLOAT8_TILES,
     MAX_ROWS,
     TABLE,
     Matrix,
@@ -25,7 +25,6 @@ from gapless.ops.skinny_linear.tuning import (
     Vector,
     Wide,
     guess,
-    guess_float8,
     tile_of,
 )
 
@@ -228,7 +227,7 @@ def test_definition_is_the_product() -> None:
 
 def test_table_covers_its_buckets_and_more_rows_go_to_the_library() -> None:
     assert list(MAX_ROWS) == sorted(set(MAX_ROWS))
-    for tiles in (*TABLE.values(), *FLOAT8_TABLE.values()):
+    for tiles in (*TABLE.values(), FLOAT8_TILES):
         assert len(tiles) == len(MAX_ROWS)
     for shape in [(9999, 4096), (2048, 512), *TABLE]:
         assert tile_of(0, *shape) is None
@@ -269,13 +268,11 @@ def test_tiles_fit_their_kernels(rows: int, size: int, inner: int) -> None:
 
 @pytest.mark.parametrize("rows", MAX_ROWS)
 def test_float8_tiles_fit_their_kernels(rows: int) -> None:
-    known = [tiles[MAX_ROWS.index(rows)] for tiles in FLOAT8_TABLE.values()]
-    for tile in (guess_float8(rows), *(tile for tile in known if tile is not None)):
-        assert isinstance(tile, Matrix | Wide)
-        assert tile.block_n >= 16
-        # beside a byte of the weight, x may be in float32
-        taken = tile.step * (tile.block_n + 4 * max(8, rows))
-        assert taken * (tile.num_stages - 1) <= 227 << 10
+    tile = FLOAT8_TILES[MAX_ROWS.index(rows)]
+    assert tile.block_n >= 16
+    # beside a byte of the weight, x may be in float32
+    taken = tile.step * (tile.block_n + 4 * max(8, rows))
+    assert taken * (tile.num_stages - 1) <= 227 << 10
 
 
 def test_layers_multiply_by_their_weight() -> None:

@@ -223,7 +223,6 @@ def _gathered_down_kernel(
     HAS_LIVE: tl.constexpr,
     HAS_EXTRA: tl.constexpr,
     HAS_GATE: tl.constexpr,
-    WIDE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Some output features of one token, all of its experts added up."""
@@ -242,18 +241,15 @@ def _gathered_down_kernel(
     b_expert = tl.load(experts + i_token * K + o_k, mask=m_k, other=0)
     b_weight = tl.load(weights + i_token * K + o_k, mask=m_k, other=0.0)
     o_i = tl.arange(0, BLOCK_I)[None, None, :]
-    o_h = o_i
-    if WIDE:
-        o_h = o_i + o_d[None, :, None] * 0
+    # hidden features as wide as the matrices' block: every warp loads what it multiplies
+    o_h = o_i + o_d[None, :, None] * 0
     m_d = (o_d < D)[None, :, None]
     p_down = down + b_expert * (D * INNER) + o_d[None, :, None] * INNER + o_i
     p_token = hidden + i_token * (K * INNER + SHARED)
     b_shared = tl.zeros([BLOCK_D, BLOCK_S], tl.float32)
     if SHARED > 0:
         o_s = tl.arange(0, BLOCK_S)[None, :]
-        o_y = o_s
-        if WIDE:
-            o_y = o_s + o_d[:, None] * 0
+        o_y = o_s + o_d[:, None] * 0
         for i_s in tl.static_range(0, SHARED, BLOCK_S):
             p_w = shared_down + o_d[:, None] * SHARED + i_s + o_s
             m_s = i_s + o_s < SHARED

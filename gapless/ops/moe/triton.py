@@ -61,7 +61,6 @@ class GatheredTiling:
     up_stages: int  # iterations in flight; 1 loads each when its turn comes
     block_down: int  # output features of a token
     down_warps: int
-    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,7 @@ class Groups:
 
 
 # chosen with `python -m benchmarks.gpu.small_ops --gathered-sweep`
-GATHERED = GatheredTiling(4, 512, 4, 1, 4, 8)
-GATHERED_ONE_TOKEN = GatheredTiling(16, 512, 8, 1, 4, 8)
+GATHERED = GatheredTiling(4, 1024, 4, 1, 4, 8)
 
 
 def grouped_tiling(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Tiling:
@@ -178,13 +176,11 @@ def mix_gathered(
     live: Tensor | None = None,
     extra: tuple[Tensor, Tensor | None] | None = None,
     shared: Shared | None = None,
-    tiling: GatheredTiling | None = None,
+    tiling: GatheredTiling = GATHERED,
 ) -> Tensor:
     """`mix_experts` as products with vectors: each pair reads its expert's matrices."""
     _assert_layout(x, weights, experts, gate_up, down)
     num_tokens, num_active = experts.shape
-    if tiling is None:
-        tiling = GATHERED_ONE_TOKEN if num_tokens == 1 else GATHERED
     _, size, inner = down.shape
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     if not num_tokens:
@@ -245,7 +241,6 @@ def mix_gathered(
         HAS_LIVE=has_live,
         HAS_EXTRA=extra is not None,
         HAS_GATE=term.has_gate,
-        WIDE=tiling.wide,
         num_warps=tiling.down_warps,
         **chained(x),
     )

@@ -41,7 +41,7 @@ def skinny_linear(
         if tile is not None and triton.unsupported(flat, weight) is None:
             out = triton.skinny_linear(flat, weight, bias, tile, out_dtype=out_dtype)
             return out.view(*x.shape[:-1], -1)
-        if out_dtype is torch.float32 and bias is None and not is_float8:
+        if isinstance(weight, torch.Tensor) and out_dtype is torch.float32 and bias is None:
             # as the library summed it: rounding and widening would be two more passes
             return torch.mm(flat, weight.t(), out_dtype=out_dtype).view(*x.shape[:-1], -1)
     return reference.skinny_linear(x, weight, bias, out_dtype=out_dtype)
