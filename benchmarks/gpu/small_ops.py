@@ -29,6 +29,7 @@ from gapless.ops.acceptance import reference as acceptance_reference
 from gapless.ops.acceptance import triton as acceptance
 from gapless.ops.causal_conv import reference as conv_reference
 from gapless.ops.causal_conv import triton as conv
+from gapless.ops.moe import Shared
 from gapless.ops.moe import reference as moe_reference
 from gapless.ops.moe import triton as moe
 from gapless.ops.norm import reference as norm_reference
@@ -353,6 +354,19 @@ class Experts:
         logits = self._draw(count, self.num_experts + 1)[:, : self.num_experts]
         return self._draw(count, self.hidden), *moe.route(logits, ACTIVE, renormalises=True)
 
+    def gathered(
+        self, x: Tensor, weights: Tensor, experts: Tensor, tiling: moe.GatheredTiling = moe.GATHERED
+    ) -> Tensor:
+        """Run few pairs as they are served: the first expert is everyone's as well."""
+        shared = Shared(self.gate_up[0], self.down[0], x[:, :1])
+        return moe.mix_gathered(
+            x, weights, experts, self.gate_up, self.down, shared=shared, tiling=tiling
+        )
+
+    def grouped(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """Run many pairs."""
+        return moe.mix_grouped(x, weights, experts, self.gate_up, self.down)
+
 
 def _moe_results(device: torch.device) -> Iterator[dict[str, Any]]:
     for dtype in (BF16, FP32):
@@ -574,15 +588,15 @@ def _moe_ops(device: torch.device) -> Iterator[Op]:
     layer = Experts(EXPERTS, HIDDEN, INNER, BF16, device)
     for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192):
         inputs = [layer.tokens(tokens) for _ in range(12 if tokens < 1024 else 2)]
-        num_read = statistics.mean(len(experts.unique()) for _, _, experts in inputs)
+        num_read = mean_read(inputs)
         matrices = 2.0 * num_read * 3 * HIDDEN * INNER
         activations = 2.0 * tokens * HIDDEN
         flops = 6.0 * tokens * ACTIVE * HIDDEN * INNER
-        paths = [moe.mix_gathered] * (tokens <= 64) + [moe.mix_grouped] * (tokens >= 4)
+        paths = [layer.gathered] * (tokens <= 64) + [layer.grouped] * (tokens >= 4)
         for path in paths:
             kernel, chain = _rotating(
                 iter(inputs).__next__,
-                lambda *a, p=path: p(*a, layer.gate_up, layer.down),
+                path,
                 lambda *a: moe_reference.mix_experts(*a, layer.gate_up, layer.down),
                 len(inputs),
             )
@@ -595,6 +609,11 @@ def _moe_ops(device: torch.device) -> Iterator[Op]:
                  [lambda x=logits: moe.route(x, ACTIVE, renormalises=True)] * 8,
                  [lambda x=logits: moe_reference.route(x, ACTIVE, renormalises=True)] * 2,
                  2.0 * logits.numel(), 12.0 * tokens * ACTIVE)  # fmt: skip
+
+
+def mean_read(inputs: Sequence[tuple[Tensor, Tensor, Tensor]]) -> float:
+    """Return how many experts the tokens read, the one that is everyone's among them."""
+    return statistics.mean(len({0, *experts.flatten().tolist()}) for _, _, experts in inputs)
 
 
 def measure(device: torch.device) -> list[dict[str, Any]]:
@@ -660,23 +679,17 @@ def gathered_sweep(device: torch.device) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for tokens in (1, 2, 4, 8, 16):
         inputs = [layer.tokens(tokens) for _ in range(12)]
-        num_read = statistics.mean(len(experts.unique()) for _, _, experts in inputs)
+        num_read = mean_read(inputs)
         floor_us = 6.0 * num_read * HIDDEN * INNER / READ_BANDWIDTH * 1e6
 
         def us(tiling: moe.GatheredTiling, inputs: Sequence[Any] = inputs) -> float:
-            matrices = layer.gate_up, layer.down
-            return time_us(
-                [lambda a=a: moe.mix_gathered(*a, *matrices, tiling=tiling) for a in inputs],
-                REPLAYS,
-            )
+            return time_us([lambda a=a: layer.gathered(*a, tiling) for a in inputs], REPLAYS)
 
         times = {tiling: us(tiling) for tiling in ups}
         best = min(times, key=times.__getitem__)
         downs = [replace(best, block_down=d, down_warps=w) for d, w in GATHERED_DOWN]
         times |= {tiling: us(tiling) for tiling in downs}
-        grouped = time_us(
-            [lambda a=a: moe.mix_grouped(*a, layer.gate_up, layer.down) for a in inputs], REPLAYS
-        )
+        grouped = time_us([lambda a=a: layer.grouped(*a) for a in inputs], REPLAYS)
         for tiling in sorted(times, key=times.__getitem__)[:8]:
             row = {"tokens": tokens, "us": times[tiling], "floor_us": floor_us}
             found.append(row | {"grouped_us": grouped} | asdict(tiling))
@@ -686,7 +699,7 @@ def gathered_sweep(device: torch.device) -> list[dict[str, Any]]:
 def _compile_gathered(tiling: moe.GatheredTiling) -> None:
     device = torch.device("cuda")
     layer = Experts(ACTIVE, HIDDEN, INNER, BF16, device)
-    moe.mix_gathered(*layer.tokens(1), layer.gate_up, layer.down, tiling=tiling)
+    layer.gathered(*layer.tokens(1), tiling)
     torch.cuda.synchronize()
 
 

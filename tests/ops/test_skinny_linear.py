@@ -47,7 +47,7 @@ TILES: list[Tile] = [
     Wide(16, 16, 2),
 ]
 # those that take a weight in float8
-FLOAT8_TILES = [tile for tile in TILES if not isinstance(tile, Vector)]
+BYTE_TILES = [tile for tile in TILES if not isinstance(tile, Vector)]
 # sizes that blocks divide, and sizes that they do not
 SIZES = [(32, 64), (37, 72)]
 
@@ -102,7 +102,7 @@ def test_wider_output_keeps_the_sums_bits(tile: Tile) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize(("size", "inner"), SIZES)
-@pytest.mark.parametrize("tile", FLOAT8_TILES, ids=str)
+@pytest.mark.parametrize("tile", BYTE_TILES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_float8_kernels_agree_with_float64(
     dtype: torch.dtype, tile: Tile, size: int, inner: int, rows: int
