@@ -42,8 +42,22 @@ def _can_chain(device: torch.device) -> bool:
 def await_inputs(CHAINED: tl.constexpr):
     """Wait for all kernels before this one, then let the next one start.
 
-    Every program of a chained kernel calls it once, before it reads or writes what another writes.
+    Every program of a chained kernel calls it once, before it reads or writes what another writes;
+    or calls both halves.
     """
+    await_inputs_only(CHAINED)
+    let_next_start(CHAINED)
+
+
+@triton.jit
+def await_inputs_only(CHAINED: tl.constexpr):
+    """Wait for all kernels before this one, and hold the next one back."""
     if CHAINED:
         gdc_wait()
+
+
+@triton.jit
+def let_next_start(CHAINED: tl.constexpr):
+    """Let the next kernel start: it may then fill the memory's queues with reads of its own."""
+    if CHAINED:
         gdc_launch_dependents()

@@ -34,8 +34,11 @@ def test_a_kernel_waits_for_those_before_it_first(path: Path) -> None:
         names = [argument.arg for argument in kernel.args.args]
         assert "CHAINED" in names, f"{kernel.name} takes CHAINED"
         body = kernel.body[ast.get_docstring(kernel) is not None :]
-        waits = [ast.unparse(statement) == "await_inputs(CHAINED)" for statement in body]
+        lines = [ast.unparse(statement) for statement in body]
+        waits = [line.startswith("await_inputs") for line in lines]
         assert sum(waits) == 1, f"{kernel.name} waits once"
+        holds = "await_inputs_only(CHAINED)" in lines
+        assert lines.count("let_next_start(CHAINED)") == holds, f"{kernel.name} lets go once"
         assert waits[0] or kernel.name in STREAMS, f"{kernel.name} waits first"
 
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gapless.ops.chaining import await_inputs
+from gapless.ops.chaining import await_inputs, await_inputs_only, let_next_start
 
 
 @triton.jit
@@ -191,7 +191,7 @@ def _token_weights_kernel(
 
     KB is what 8 threads load: sums over K are taken within a thread, and at the end over 8 lanes.
     """
-    await_inputs(CHAINED)
+    await_inputs_only(CHAINED)
     first_head, i_row = tl.program_id(0) * HEADS, tl.program_id(1).to(tl.int64)
     i_key_head = first_head // (HV // H)
     o_n, o_k = tl.arange(0, NP), tl.arange(0, KB)
@@ -204,6 +204,7 @@ def _token_weights_kernel(
     ring_keys = ()
     keys = ()
     queries = ()
+    decays = ()
     key_squares = o_k * 0.0
     query_squares = o_k * 0.0
     products = o_k * 0.0
@@ -211,15 +212,37 @@ def _token_weights_kernel(
         key = tl.load(k + i_row * k_stride + i_key_head * K + c * KB + o_k)
         query = tl.load(q + i_row * q_stride + i_key_head * K + c * KB + o_k).to(tl.float32)
         ring_keys = ring_keys + (tl.load(p_keys + c * KB, mask=m_live[:, None], other=0),)
+        if IS_PER_CHANNEL:
+            o_c = c * KB + o_k
+            p_newer = g_ring + ((newer * HV + first_head) * K)[:, None] + o_c[None, :]
+            g_newer = tl.load(p_newer, mask=m_newer[:, None], other=0)
+            g_oldest = tl.load(g_ring + (oldest * HV + first_head) * K + o_c)
+            g = tl.load(log_decay + i_row * g_stride + first_head * K + o_c)
+            decays = decays + ((g_newer, g_oldest, g),)
+        keys = keys + (key.to(tl.float32),)
+        queries = queries + (query,)
+    betas = ()
+    for h in tl.static_range(HEADS):
+        i_head = first_head + h
+        if not IS_PER_CHANNEL:
+            g = tl.load(log_decay + i_row * g_stride + i_head)
+            g_newer = tl.load(g_ring + newer * HV + i_head, mask=m_newer, other=0)
+            g_oldest = tl.load(g_ring + oldest * HV + i_head)
+            decays = decays + ((g_newer, g_oldest, g),)
+        if HAS_DELTA:
+            betas = betas + (tl.load(beta + i_row * beta_stride + i_head).to(tl.float32),)
+    # all is read before the first is needed; the next kernel's reads of the state would be in
+    # the way, and wait for this one
+    let_next_start(CHAINED)
+    for c in tl.static_range(K // KB):
         if first_head % (HV // H) == 0:
             p_written = k_ring + (written * H + i_key_head) * K + c * KB + o_k
-            tl.store(p_written, key.to(k_ring.dtype.element_ty))
-        key = key.to(tl.float32)
-        key_squares += key * key
-        query_squares += query * query
-        products += key * query
-        keys = keys + (key,)
-        queries = queries + (query,)
+            tl.store(p_written, keys[c].to(k_ring.dtype.element_ty))
+        if IS_PER_CHANNEL:
+            tl.store(g_ring + (written * HV + first_head) * K + c * KB + o_k, decays[c][2])
+        key_squares += keys[c] * keys[c]
+        query_squares += queries[c] * queries[c]
+        products += keys[c] * queries[c]
     key_scale, query_scale = 1.0, scale
     if HAS_NORM:
         key_scale = tl.rsqrt(tl.sum(key_squares) + eps)
@@ -238,12 +261,7 @@ def _token_weights_kernel(
         squares += ring_key * ring_key
         state_decay = 1.0
         if IS_PER_CHANNEL:
-            o_c = c * KB + o_k
-            p_newer = g_ring + ((newer * HV + first_head) * K)[:, None] + o_c[None, :]
-            g_newer = tl.load(p_newer, mask=m_newer[:, None], other=0)
-            g_oldest = tl.load(g_ring + (oldest * HV + first_head) * K + o_c)
-            g = tl.load(log_decay + i_row * g_stride + first_head * K + o_c)
-            tl.store(g_ring + (written * HV + first_head) * K + o_c, g)
+            g_newer, g_oldest, g = decays[c]
             ring_key *= _decay(_sums(g_newer))
             key *= _decay(g)
             query *= _decay(g)
@@ -265,15 +283,13 @@ def _token_weights_kernel(
         ring_decay = tl.full([NP], 1.0, tl.float32)
         decay = 1.0
         if not IS_PER_CHANNEL:
-            g = tl.load(log_decay + i_row * g_stride + i_head)
+            g_newer, g_oldest, g = decays[h]
             tl.store(g_ring + written * HV + i_head, g)
-            g_newer = tl.load(g_ring + newer * HV + i_head, mask=m_newer, other=0)
-            g_oldest = tl.load(g_ring + oldest * HV + i_head)
             ring_decay = _decay(_sums(g_newer) + g)
             decay = _decay(tl.sum(g_newer, 0) + g_oldest + g)
         b_beta = 0.0
         if HAS_DELTA:
-            b_beta = tl.load(beta + i_row * beta_stride + i_head).to(tl.float32)
+            b_beta = betas[h]
         # d = beta (v - past(k)), o = past(q) + pair d
         p_ring = record + COLUMNS * K + o_n
         p_value = record + COLUMNS * (K + NP)
