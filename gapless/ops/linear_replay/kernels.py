@@ -196,10 +196,21 @@ def _token_weights_kernel(
     i_key_head = first_head // (HV // H)
     o_n, o_k = tl.arange(0, NP), tl.arange(0, KB)
     entries = ring_read + i_row * N
+    COLUMNS: tl.constexpr = 2 if HAS_DELTA else 1
+    if tl.program_id(2) == 1:
+        # beside the others, which the stream kernel waits for as well
+        if tl.load(fold_mask + i_row * N) != 0:
+            for h in tl.static_range(HEADS):
+                i_head = first_head + h
+                _fold_weights(
+                    records + (i_row * HV + i_head) * SIZE + COLUMNS * (K + NP + 1),
+                    k_ring, g_ring, entries, fold_mask + i_row * N, i_head, i_key_head, eps,
+                    N, NP, H, HV, K, KB, IS_PER_CHANNEL, HAS_NORM,
+                )  # fmt: skip
+        return
     entry, m_live, newer, m_newer = _ring(entries, zero_entry, N, NP)
     written = tl.load(ring_write + i_row)
     oldest = tl.load(entries)
-    is_folding = tl.load(fold_mask + i_row * N) != 0
     p_keys = k_ring + ((entry * H + i_key_head) * K)[:, None] + o_k[None, :]
     ring_keys = ()
     keys = ()
@@ -276,7 +287,6 @@ def _token_weights_kernel(
     key_score = tl.sum(key_sum, 1) * factor
     query_score = tl.sum(query_sum, 1) * factor
 
-    COLUMNS: tl.constexpr = 2 if HAS_DELTA else 1
     for h in tl.static_range(HEADS):
         i_head = first_head + h
         record = records + (i_row * HV + i_head) * SIZE
@@ -307,11 +317,6 @@ def _token_weights_kernel(
         else:
             tl.store(p_ring, query_score * ring_decay)
             tl.store(p_value, pair)
-        if is_folding:
-            _fold_weights(
-                record + COLUMNS * (K + NP + 1), k_ring, g_ring, entries, fold_mask + i_row * N,
-                i_head, i_key_head, eps, N, NP, H, HV, K, KB, IS_PER_CHANNEL, HAS_NORM,
-            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["zero_entry"])

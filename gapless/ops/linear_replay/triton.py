@@ -141,7 +141,7 @@ def replay_window(
     gates = (q if beta is None else beta, log_decay)
     if width == 1:
         heads = 1 if is_per_channel else math.gcd(value_heads // key_heads, MOST_HEADS)
-        _token_weights_kernel[value_heads // heads, rows](
+        _token_weights_kernel[value_heads // heads, rows, 2](
             q, k, *gates, *weighed, *(x.stride(0) for x in (q, k, *gates)), *numbers,
             **settings, KB=min(32, key_dim), HEADS=heads,
         )  # fmt: skip
