@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gapless.core.architecture import Architecture, AttentionSpec, LayerSpec
 from gapless.core.parallel import head_rows
+from gapless.layers.logits import LogitShard
 from gapless.layers.norm import RmsNorm
 from gapless.layers.shard import target
 from gapless.models.loader import IgnoreRule
@@ -92,8 +93,7 @@ class DecoderLayer:
 class Decoder:
     """A causal language model over the memory that the runner owns.
 
-    The vocabulary head's rows are split over the ranks and the logits gathered, so that all ranks
-    sample from the same bits.
+    The vocabulary head's rows are split over the ranks: each makes the logits of its own tokens.
     """
 
     def __init__(
@@ -115,6 +115,7 @@ class Decoder:
         self._norm = _norm(spec.hidden_size, place, style)
         rows = head_rows(spec.vocab_size, place.world_size)
         self._head_share = place.padded_share(spec.vocab_size, rows)
+        self._first_id = place.rank * rows
         # a tied head is part of the embedding, unless its products want the other layout
         self._copies_embedding = spec.ties_embeddings and (
             place.is_input_major or self._head_share.length < rows
@@ -154,12 +155,18 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Project `[N, D]` to vocabulary logits `[N, V]`, float32 or more."""
-        logits = self._communicator.all_gather(
-            skinny_linear(hidden, self._head, out_dtype=self._acc_dtype)
-        )
-        logits = logits[:, : self.architecture.vocab_size].to(self._acc_dtype)
+        return self.logit_shard(hidden).whole()
+
+    def logit_shard(self, hidden: Tensor) -> LogitShard:
+        """Project `[N, D]` to the logits of this rank's tokens, float32 or more."""
+        part = skinny_linear(hidden, self._head, out_dtype=self._acc_dtype)
         scale = self.architecture.logit_scale
-        return logits if scale == 1.0 else logits * scale
+        return LogitShard(
+            part if scale == 1.0 else part * scale,
+            self._first_id,
+            self.architecture.vocab_size,
+            self._communicator,
+        )
 
     def targets(self, stored_names: Collection[str]) -> dict[str, Target]:
         """Checkpoint names and the tensors they fill.
