@@ -26,6 +26,7 @@ from gapless.engine.client import EngineClient
 from gapless.engine.load import device_info
 from gapless.engine.worker import PlanReader, PlanWriter, Workers
 from gapless.errors import InternalError
+from gapless.ops.sampling import SamplingMode
 from tests.engine_fixtures import runner_of
 from tests.ranks import CONFIGS, ThreadRunners, make_recipe
 
@@ -197,6 +198,34 @@ def test_ranks_gather_what_a_choice_depends_on(
     else:
         # greedy rows alone, once the others have ended
         assert columns - few == {shard}
+
+
+@pytest.mark.parametrize(
+    ("kind", "modes"),
+    [
+        ("greedy", {SamplingMode.PLAIN}),
+        ("plain", {SamplingMode.PLAIN}),
+        # greedy rows alone, once the others have ended
+        ("filtered", {SamplingMode.DRAWN, SamplingMode.PLAIN}),
+        ("edited", {SamplingMode.SAMPLED, SamplingMode.PLAIN}),
+    ],
+)
+def test_steps_of_a_gpu_are_the_least_that_is_captured(
+    checkpoint_of: CheckpointOf, kind: str, modes: set[SamplingMode]
+) -> None:
+    path, options = checkpoint_of("qwen3"), {"speculative_algorithm": "ngram"}
+    whole, llm = (LLM(str(path), **OPTIONS, **options) for _ in range(2))
+    runners = split_in_threads(llm, path, 2, **options)
+    decoders = [runner._decode for runner in (runner_of(whole), *runners.runners)]
+    for decoder in decoders:
+        decoder._is_on_gpu = True
+    assert of_kind(llm, kind) == of_kind(whole, kind)
+    found = [{key.mode for key in decoder._graphs._graphs} for decoder in decoders]
+    # one rank has its logits whole
+    of_one = {SamplingMode.DRAWN if mode is SamplingMode.PLAIN else mode for mode in modes}
+    assert found == [of_one, modes, modes]
+    assert modes <= set(decoders[-1]._gpu_modes)
+    assert of_one <= set(decoders[0]._gpu_modes)
 
 
 def test_processes_give_the_tokens_of_one_rank_until_one_is_killed(
