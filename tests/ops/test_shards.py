@@ -9,7 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gapless.ops.sampling import SamplingMode, SamplingRows, philox, ranking, reference, shards
+from gapless.layers.logits import LogitShard
+from gapless.ops import chaining
+from gapless.ops.sampling import (
+    SamplingMode,
+    SamplingRows,
+    philox,
+    ranking,
+    reference,
+    shard_best,
+    shards,
+)
+from gapless.runner.choice import choose
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
@@ -110,6 +121,41 @@ def test_kernels_settle_on_the_token_of_whole_rows(
     )
     assert torch.equal(found, shards.best_of_all(gathered))
     assert found[4:7].tolist() == [0, 0, vocab_size - 1]
+
+
+class Prepared:
+    """A communicator that has everyone's parts already."""
+
+    def __init__(self, parts: list[Tensor]) -> None:
+        self._parts = parts
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        raise AssertionError("nothing is summed")
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        assert any(torch.equal(x, part) for part in self._parts)
+        return torch.cat(self._parts, dim=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_choice_among_shards_takes_the_kernels_where_they_serve(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose float64 is for the definition."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    monkeypatch.setattr(chaining, "_can_chain", lambda _: False)
+    mode, num_rows, vocab_size = SamplingMode.PLAIN, 7, 251
+    logits, rows = make_logits(num_rows, vocab_size, dtype), rows_of(mode, num_rows)
+    positions = torch.arange(num_rows, device=DEVICE) + 30
+    parts = split(logits, 4)
+    pairs = [
+        shard_best(own, positions, rows, mode=mode, first=first).flatten(1) for own, first in parts
+    ]
+    whole = LogitShard(logits, 0, vocab_size, Prepared([]))
+    wanted = choose(whole, positions, rows, mode=SamplingMode.DRAWN)
+    for own, first in parts:
+        shard = LogitShard(own, first, vocab_size, Prepared(pairs))
+        assert torch.equal(choose(shard, positions, rows, mode=mode), wanted)
 
 
 @pytest.mark.parametrize("first", [0, 1, 2, 3, 4, 126, 1021])
