@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 class LogitShard:
     """One rank's logits of N rows; every rank asks the same of its own, in the same order."""
 
-    part: Tensor  # [N, C] floating: as many on each rank, anything beyond the vocabulary
+    part: Tensor  # [N, C]: as many on each rank, anything beyond the vocabulary
     first: int  # id of the first token
     vocab_size: int
     communicator: Communicator
@@ -38,11 +37,10 @@ class LogitShard:
         return F.pad(self.part[:, :length], (0, size - length), value=float("-inf"))
 
     def gathered(self) -> LogitShard:
-        """Return the logits of the vocabulary, float32 or more, the same bits on every rank."""
-        whole = self.part
-        if not self.is_whole:
-            whole = self.communicator.all_gather(whole)[:, : self.vocab_size]
-        return self.with_whole(whole.to(torch.promote_types(whole.dtype, torch.float32)))
+        """Return the logits of the whole vocabulary, the same bits on every rank."""
+        if self.is_whole:
+            return self
+        return self.with_whole(self.communicator.all_gather(self.part)[:, : self.vocab_size])
 
     def with_whole(self, logits: Tensor) -> LogitShard:  # [N, V]
         """Return a shard of some other logits, which every rank has whole."""

@@ -18,7 +18,7 @@ from gapless.models.mixers import NormStyle, make_block, make_mixer
 from gapless.models.scaling import scale_weights
 from gapless.ops.rope import rotary_table
 from gapless.ops.rope.yarn import yarn_table
-from gapless.ops.skinny_linear import kept_dtype, skinny_linear
+from gapless.ops.skinny_linear import skinny_linear
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -158,13 +158,11 @@ class Decoder:
         return self.logit_shard(hidden).whole()
 
     def logit_shard(self, hidden: Tensor) -> LogitShard:
-        """Project `[N, D]` to the logits of this rank's tokens."""
+        """Project `[N, D]` to the logits of this rank's tokens, float32 or more."""
+        part = skinny_linear(hidden, self._head, out_dtype=self._acc_dtype)
         scale = self.architecture.logit_scale
-        # what the product rounds is read, and sent, as it is
-        dtype = kept_dtype(hidden, self._head, self._acc_dtype)
-        part = skinny_linear(hidden, self._head, out_dtype=dtype)
         return LogitShard(
-            part if scale == 1.0 else part.to(self._acc_dtype) * scale,
+            part if scale == 1.0 else part * scale,
             self._first_id,
             self.architecture.vocab_size,
             self._communicator,

@@ -43,7 +43,6 @@ from gapless.models.registry import model_module, read_architecture
 from gapless.runner.pools import make_geometry, make_pools
 from tests.ranks import (
     CONFIGS,
-    ThreadRanks,
     ThreadRunners,
     make_recipe,
     make_runner,
@@ -437,30 +436,6 @@ def test_a_tied_head_is_part_of_the_embedding(vocab_size: int, rows: tuple[int, 
     joined = torch.cat(logits, dim=1)
     assert_near(joined[:, :vocab_size], hidden @ model._embedding.t())
     assert not joined[:, vocab_size:].any()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_logits_travel_in_the_type_that_their_product_rounds_to(dtype: torch.dtype) -> None:
-    """Every rank then has them in float32, as one rank alone would."""
-    spec = replace(described(LayerSpec(ATTENTION, MlpSpec(60))), vocab_size=11)
-    hidden, ranks = torch.randn(3, 16).to(dtype), ThreadRanks(2)
-
-    def logits_of(place: Placement) -> Tensor:
-        model = model_module("llama").build(spec, place, num_positions=1)
-        dummy_weights(model.targets(()), 1)
-        model.finalize()
-        shard = model.logit_shard(hidden)
-        assert shard.part.dtype is dtype
-        assert shard.own[:, max(0, 11 - shard.first) :].isneginf().all()
-        return shard.whole()
-
-    wanted = logits_of(Placement(CPU, dtype))
-    found = ranks.each(
-        lambda rank: logits_of(Placement(CPU, dtype, rank, 2, ranks.communicators[rank]))
-    )
-    assert wanted.dtype is torch.float32
-    assert torch.equal(found[0], found[1])
-    torch.testing.assert_close(found[0].to(dtype), wanted.to(dtype))
 
 
 def test_misshapen_shards_are_named_with_the_stored_shape(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def split(logits: Tensor, world_size: int) -> list[tuple[Tensor, int]]:
 
 @AT
 @MODES
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_best_of_all_shards_is_the_sampled_token(
     vocab_size: int, world_size: int, mode: SamplingMode, dtype: torch.dtype
 ) -> None:
@@ -80,27 +80,19 @@ def test_the_best_of_all_shards_is_the_sampled_token(
     ]
     assert {pair.shape for pair in pairs} == {(num_rows, 1, 2)}
     found = shards.best_of_all(torch.cat(pairs, dim=1))
-    logits = logits.to(torch.promote_types(dtype, torch.float32))
     assert torch.equal(found, reference.sample(logits, positions, rows, mode=SamplingMode.SAMPLED))
 
 
 @AT
 @MODES
-@pytest.mark.parametrize(
-    ("dtype", "tokens_per_program"),
-    [(torch.float32, 2048), (torch.bfloat16, None)],
-)
+@pytest.mark.parametrize("tokens_per_program", [None, 1024])
 def test_kernels_settle_on_the_token_of_whole_rows(
-    vocab_size: int,
-    world_size: int,
-    mode: SamplingMode,
-    dtype: torch.dtype,
-    tokens_per_program: int | None,
+    vocab_size: int, world_size: int, mode: SamplingMode, tokens_per_program: int | None
 ) -> None:
     from gapless.ops.sampling import triton
 
-    num_rows = 7
-    logits = make_logits(num_rows, vocab_size, dtype)
+    num_rows = 10
+    logits = make_logits(num_rows, vocab_size, torch.float32)
     # NaN is never chosen; a row without a finite logit has its first token
     logits[0, vocab_size // 2] = float("nan")
     logits[4] = NEG_INF
@@ -116,9 +108,7 @@ def test_kernels_settle_on_the_token_of_whole_rows(
     gathered = torch.cat(pairs, dim=1)
     found = triton.best_of_all(gathered)
     # not the definition's, of which the interpreter's noise is a rounding away
-    assert torch.equal(
-        found, triton.sample(logits.float(), positions, rows, mode=SamplingMode.DRAWN)
-    )
+    assert torch.equal(found, triton.sample(logits, positions, rows, mode=SamplingMode.DRAWN))
     assert torch.equal(found, shards.best_of_all(gathered))
     assert found[4:7].tolist() == [0, 0, vocab_size - 1]
 

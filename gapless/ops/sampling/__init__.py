@@ -79,13 +79,13 @@ def rank_tokens(
 
 
 def shard_best(
-    logits: Tensor,  # [N, C] floating: of C ids from `first` on; not modified
+    logits: Tensor,  # [N, C] float32 or wider: of C ids from `first` on; not modified
     positions: Tensor,  # [N] int64: position that the sampled token will occupy
     rows: SamplingRows,
     *,
     mode: SamplingMode,
     first: int,
-) -> Tensor:  # [N, M, 2] float32 or wider
+) -> Tensor:  # [N, M, 2] logits' dtype
     """Return candidates for each row's token, as many of all shards of one size and number of rows.
 
     Contract: `shards.shard_best`.
@@ -93,7 +93,7 @@ def shard_best(
     if logits.is_cuda:
         from gapless.ops.sampling import triton
 
-        reason = triton.unsupported_shard(logits)
+        reason = triton.unsupported(logits)
         if reason is None:
             return triton.shard_best(logits, positions, rows, mode=mode, first=first)
         _log_fallback(reason)
@@ -115,14 +115,14 @@ def best_of_all(
 
 
 def shard_ranked(
-    logits: Tensor,  # [N, C] floating: of C ids from `first` on; not modified
+    logits: Tensor,  # [N, C] float32 or wider: of C ids from `first` on; not modified
     positions: Tensor,  # [N] int64: position that the tokens would occupy
     rows: SamplingRows,
     *,
     mode: SamplingMode,
     count: int,
     first: int,
-) -> Tensor:  # [N, 2 * count + 1] float32 or wider
+) -> Tensor:  # [N, 2 * count + 1] logits' dtype
     """Return what `ranked_of_all` wants of a shard. Contract: `shards.shard_ranked`."""
     assert mode.is_plain, "the best of a shard say nothing about what filters and edits leave"
     noise = None

@@ -38,7 +38,7 @@ def _shard_best_kernel(
         i_first = i_split * SPLIT + i_block * BLOCK - LEAD
         o_v = i_first + tl.arange(0, BLOCK)
         m_v = (o_v >= 0) & (o_v < V)
-        b_x = tl.load(logits + i_row * stride_row + o_v, mask=m_v, other=NEG_INF).to(tl.float32)
+        b_x = tl.load(logits + i_row * stride_row + o_v, mask=m_v, other=NEG_INF)
         # NaN is never chosen
         b_x = tl.where(b_x > NEG_INF, b_x, NEG_INF)
         # one is known when compiling, the other is not

@@ -24,13 +24,13 @@ MAX_IDS = 1 << 24
 
 
 def shard_best(
-    logits: Tensor,  # [N, C] floating: of C ids from `first` on; not modified
+    logits: Tensor,  # [N, C] float32 or wider: of C ids from `first` on; not modified
     positions: Tensor,  # [N] int64: position that the sampled token will occupy
     rows: SamplingRows,
     *,
     mode: SamplingMode,
     first: int,
-) -> Tensor:  # [N, M, 2] float32 or wider: perturbed logits and ids
+) -> Tensor:  # [N, M, 2] logits' dtype: perturbed logits and ids
     """Return what may be a row's best, of runs of ids in their order; here of all as one run."""
     assert mode.is_plain, "the best of a shard says nothing about what filters and edits leave"
     assert first + logits.shape[1] <= MAX_IDS, "ids are exact in float32"
@@ -38,7 +38,7 @@ def shard_best(
     if not mode.is_greedy:
         noise = gumbel_noise(rows.seeds, positions, logits.shape[1], first)
     # of several equal ones the first
-    value, index = perturb(_widened(logits), rows.temperature, noise).max(-1)
+    value, index = perturb(logits, rows.temperature, noise).max(-1)
     return torch.stack((value, (index + first).to(value.dtype)), dim=1)[:, None]
 
 
@@ -51,16 +51,16 @@ def best_of_all(
 
 
 def shard_ranked(
-    logits: Tensor,  # [N, C] floating: of C ids from `first` on; not modified
+    logits: Tensor,  # [N, C] float32 or wider: of C ids from `first` on; not modified
     temperature: Tensor,  # [N] float32; 0 is greedy
     noise: Tensor | None,  # [N, C] float32, not added to greedy rows; None if all are greedy
     *,
     count: int,
     first: int,
-) -> Tensor:  # [N, 2 * count + 1] float32 or wider
+) -> Tensor:  # [N, 2 * count + 1] logits' dtype
     """Return a shard's largest perturbed logits, best first, their ids, and its log-sum-exp."""
     assert first + logits.shape[1] <= MAX_IDS, "ids are exact in float32"
-    perturbed = perturb(_widened(logits), temperature, noise)
+    perturbed = perturb(logits, temperature, noise)
     total = perturbed.logsumexp(-1, keepdim=True)
     ids, values = largest(perturbed.clone() if noise is None else perturbed, count)
     return torch.cat((values, (ids + first).to(values.dtype), total), dim=1)
@@ -80,7 +80,3 @@ def ranked_of_all(
     ranked = values.flatten(1).sort(dim=1, descending=True, stable=True)
     tokens = ids.flatten(1).gather(1, ranked.indices[:, :count]).to(torch.int64)
     return tokens, ranked.values[:, :count] - totals[:, :, 0].logsumexp(-1, keepdim=True)
-
-
-def _widened(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -49,12 +49,6 @@ def unsupported(logits: Tensor) -> str | None:
     return None
 
 
-def unsupported_shard(logits: Tensor) -> str | None:
-    """Return why `shard_best` cannot serve these logits, None if it can."""
-    is_read = logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return None if is_read else f"shards of logits of {logits.dtype}"
-
-
 def sample(
     logits: Tensor,  # [N, V] float32, rows may be strided
     positions: Tensor,  # [N] int64
@@ -142,7 +136,7 @@ def mask_logits(logits: Tensor, rows: MaskRows) -> Tensor:
 
 
 def shard_best(
-    logits: Tensor,  # [N, C] float32, bfloat16 or float16, rows may be strided
+    logits: Tensor,  # [N, C] float32, rows may be strided
     positions: Tensor,  # [N] int64
     rows: SamplingRows,
     *,
