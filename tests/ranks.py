@@ -166,6 +166,7 @@ class ThreadCommunicator:
     def __init__(self, rank: int, barrier: threading.Barrier, shown: list[Any]) -> None:
         self._rank, self._barrier, self._shown = rank, barrier, shown
         self.num_sums = 0
+        self.gathered: list[torch.Size] = []
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Communicator`; `x` is spoilt, as it may be."""
@@ -175,6 +176,7 @@ class ThreadCommunicator:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See `Communicator`."""
+        self.gathered.append(x.shape)
         return torch.cat(self._exchange(x), dim=1)
 
     def _exchange(self, x: Tensor) -> list[Tensor]:

@@ -1,8 +1,9 @@
-"""What the ranks of one step cost each other: sums through mailboxes and through NCCL, and gathers.
+"""What the ranks of one step cost each other: sums and gathers through mailboxes and through NCCL.
 
     python -m benchmarks.gpu.communication [--tp 2] [--output figures.json]
 
-Each figure is of a graph of many calls, as a step has them, on every rank at once.
+Each figure is of a graph of many calls, as a step has them, on every rank at once. Choosing tokens
+is timed both ways: from whole logits, gathered, and from what the best of each shard are.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.gpu.harness import WARM_REPLAYS, Rows, print_rows, replay_us
+from gapless.core.sampling_params import MAX_STOP_IDS
 from gapless.engine.worker import Workers
-from gapless.ops.peer_sum.reference import is_served
+from gapless.layers.logits import LogitShard
+from gapless.ops.peer_sum.reference import is_gathered, is_served
+from gapless.ops.sampling import SamplingMode, SamplingRows, shard_best
+from gapless.runner.choice import choose
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,10 +45,11 @@ REPLAYS = 5
 class RankFigures:
     """One rank's part; all ranks make the same calls in the same order."""
 
-    def __init__(self, communicator: ProcessCommunicator, world_size: int) -> None:
+    def __init__(self, rank: int, communicator: ProcessCommunicator, world_size: int) -> None:
         self._communicator = communicator
         self._peers = communicator.peers
         self.rows: Rows = []
+        self.is_right = True
         for count in NUM_TOKENS:
             x = torch.zeros(count, HIDDEN_SIZE, dtype=torch.bfloat16, device="cuda")
             row: dict[str, Any] = {"call": "sum", "tokens": count, "KiB": x.nbytes / 1024}
@@ -51,15 +57,38 @@ class RankFigures:
             if self._peers is not None and is_served(x, self._peers.mailboxes.capacity):
                 row["mailboxes_us"] = time_us(lambda x=x: communicator.all_reduce(x))
             self.rows.append(row)
-        for count in (1, 4, 64):
-            logits = torch.zeros(count, VOCAB_SIZE // world_size, device="cuda")
-            row = {"call": "gather of logits", "tokens": count, "KiB": logits.nbytes / 1024}
-            row["nccl_us"] = time_us(lambda logits=logits: communicator.all_gather(logits))
-            self.rows.append(row)
-        self.is_right = self._agrees()
+        for count in (1, 4, 64, 256):
+            logits = torch.randn(count, VOCAB_SIZE // world_size, device="cuda")
+            # as a product of as many rows rounds them
+            for part in (logits, logits.bfloat16()):
+                self._choose(LogitShard(part, rank * part.shape[1], VOCAB_SIZE, communicator))
+        self.is_right &= self._agrees()
 
     def forget_graphs(self) -> None:
         """Nothing is kept."""
+
+    def _choose(self, shard: LogitShard) -> None:
+        """Time the choice of tokens both ways, and what each sends."""
+        count, kind = len(shard.part), str(shard.part.dtype).removeprefix("torch.")
+        at, sampling = torch.arange(count, device="cuda"), plain_rows(count)
+        pairs = shard_best(shard.part, at, sampling, mode=SamplingMode.PLAIN, first=shard.first)
+        self.rows.append(self._gather(f"gather of {kind} logits", shard.part))
+        self.rows.append(self._gather("gather of the best", pairs.flatten(1)))
+        calls: dict[str, Callable[[], Tensor]] = {
+            "whole": lambda: choose(shard, at, sampling, mode=SamplingMode.DRAWN),
+            "shards": lambda: choose(shard, at, sampling, mode=SamplingMode.PLAIN),
+        }
+        self.is_right &= torch.equal(calls["whole"](), calls["shards"]())
+        for name, call in calls.items():
+            row = {"call": f"tokens from {name} of {kind}", "tokens": count, "us": time_us(call)}
+            self.rows.append(row)
+
+    def _gather(self, name: str, x: Tensor) -> dict[str, Any]:
+        row: dict[str, Any] = {"call": name, "tokens": len(x), "KiB": x.nbytes / 1024}
+        row["nccl_us"] = time_us(lambda: self._communicator.group_gather(x))
+        if self._peers is not None and is_gathered(x, self._peers.mailboxes.capacity):
+            row["mailboxes_us"] = time_us(lambda: self._communicator.all_gather(x))
+        return row
 
     def _agrees(self) -> bool:
         """Whether both ways give every rank the same bits; a sum of two terms rounds once."""
@@ -69,10 +98,25 @@ class RankFigures:
             found = self._communicator.all_reduce(x.clone())
             if is_pair and not torch.equal(found, self._communicator.group_sum(x.clone())):
                 return False
-            everyone = self._communicator.all_gather(found).view(4, -1, HIDDEN_SIZE)
-            if not bool((everyone == found[:, None]).all()):
+            everyone = self._communicator.all_gather(found)
+            if not torch.equal(everyone, self._communicator.group_gather(found)):
+                return False
+            if not bool((everyone.view(4, -1, HIDDEN_SIZE) == found[:, None]).all()):
                 return False
         return True
+
+
+def plain_rows(count: int) -> SamplingRows:
+    """Rows with a temperature and without filters."""
+    return SamplingRows(
+        temperature=torch.full((count,), 0.8, device="cuda"),
+        top_k=torch.zeros(count, dtype=torch.int64, device="cuda"),
+        top_p=torch.ones(count, device="cuda"),
+        min_p=torch.zeros(count, device="cuda"),
+        seeds=torch.arange(count, device="cuda"),
+        min_len=torch.zeros(count, dtype=torch.int64, device="cuda"),
+        stop_ids=torch.full((count, MAX_STOP_IDS), -1, device="cuda"),
+    )
 
 
 def time_us(call: Callable[[], Tensor]) -> float:
@@ -93,14 +137,14 @@ def time_us(call: Callable[[], Tensor]) -> float:
 
 def build(rank: int, communicator: ProcessCommunicator, *, world_size: int) -> RankFigures:
     """Measure on one rank."""
-    return RankFigures(communicator, world_size)
+    return RankFigures(rank, communicator, world_size)
 
 
 def measure(world_size: int) -> Rows:
     """Check and time on as many GPUs.
 
     Raises:
-        SystemExit: the ranks' sums differ.
+        SystemExit: sums, gathers or tokens differ.
     """
     build_rank: Any = partial(build, world_size=world_size)
     workers = Workers(device="cuda", world_size=world_size, build=build_rank)
@@ -110,7 +154,7 @@ def measure(world_size: int) -> Rows:
     finally:
         workers.close()
     if not found.is_right:
-        raise SystemExit("sums differ between ranks, or between mailboxes and NCCL")
+        raise SystemExit("results differ between ranks, or between mailboxes and NCCL")
     return found.rows
 
 

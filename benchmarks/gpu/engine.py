@@ -44,7 +44,7 @@ FORCED_ACCEPTANCE = 3.0
 
 # kernels by the first pattern that their name begins with, then by what it holds
 CLASSES = (
-    ("communication", ("nccl", "_peer_sum")),
+    ("communication", ("nccl", "_peer_sum", "_peer_gather")),
     ("moe", ("_route", "_gathered", "_grouped", "_sort", "_combine")),
     (
         "linear state",
@@ -63,7 +63,19 @@ CLASSES = (
         ),
     ),
     ("attention", ("_window_kernel", "_window_combine", "_prefill", "_qk_norm_rope")),
-    ("sampling", ("_maximum", "_survey", "_collect", "_choose", "_noise", "_settle")),
+    (
+        "sampling",
+        (
+            "_maximum",
+            "_survey",
+            "_collect",
+            "_choose",
+            "_noise",
+            "_settle",
+            "_shard_best",
+            "_best_of_all",
+        ),
+    ),
     ("projections", ("nvjet", "gemv", "gemm", "cutlass", "sm90_xmma", "sm80_xmma", "_skinny")),
     ("norm and conv", ("_rms_norm", "_gated_rms_norm", "_convolve", "_causal_conv")),
 )

@@ -118,6 +118,12 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def has_filters(self) -> bool:
+        """Whether a draw is from some of the tokens only."""
+        filters = self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+        return filters and not self.is_greedy
+
+    @property
     def has_penalties(self) -> bool:
         """Whether earlier tokens weigh on later ones."""
         penalties = self.repetition_penalty, self.frequency_penalty, self.presence_penalty

@@ -1,6 +1,6 @@
 """Sums and gathers between the ranks of one machine: Gloo on the CPU, NCCL on GPUs.
 
-Small sums of GPUs go through mailboxes (`peer_memory.py`) where the host lets them. NVLink
+Small messages of GPUs go through mailboxes (`peer_memory.py`) where the host lets them. NVLink
 multicast stays off unless the environment asks for it: it is set up in switches that all GPUs of a
 host share, ranks may be killed at any time, and the sums of a decode step are too small to gain by
 it.
@@ -22,7 +22,7 @@ import torch
 from torch import distributed
 
 from gapless.engine.peer_memory import PeerMemory, Table, open_peer_memory
-from gapless.ops.peer_sum.reference import WORD_BYTES, is_served
+from gapless.ops.peer_sum.reference import WORD_BYTES, is_gathered, is_served
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,6 +92,14 @@ class ProcessCommunicator:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Put all ranks' `x` [N, C] side by side."""
+        if self.peers is not None and is_gathered(x, self.peers.mailboxes.capacity):
+            from gapless.ops.peer_sum.triton import peer_gather
+
+            return peer_gather(x, self.peers.mailboxes)
+        return self.group_gather(x)
+
+    def group_gather(self, x: Tensor) -> Tensor:
+        """Put all ranks' `x` [N, C] side by side, through the group whatever its size."""
         rows, columns = x.shape
         gathered = x.new_empty(self._world_size * rows, columns)
         self._group._allgather_base(gathered, x).wait()
@@ -113,9 +121,9 @@ def _peer_memory(table: Table) -> PeerMemory | None:
     found = open_peer_memory(table)
     if isinstance(found, PeerMemory):
         size = found.mailboxes.capacity * WORD_BYTES >> 10
-        logger.info("sums of up to %d KiB go through mailboxes, others through NCCL", size)
+        logger.info("messages of up to %d KiB go through mailboxes, others through NCCL", size)
         return found
-    logger.warning("all sums go through NCCL, GPUs cannot write to each other: %s", found)
+    logger.warning("all messages go through NCCL, GPUs cannot write to each other: %s", found)
     return None
 
 

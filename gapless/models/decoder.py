@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gapless.core.architecture import Architecture, AttentionSpec, LayerSpec
 from gapless.core.parallel import head_rows
+from gapless.layers.logits import LogitShard
 from gapless.layers.norm import RmsNorm
 from gapless.layers.shard import target
 from gapless.models.loader import IgnoreRule
@@ -92,8 +93,7 @@ class DecoderLayer:
 class Decoder:
     """A causal language model over the memory that the runner owns.
 
-    The vocabulary head's rows are split over the ranks and the logits gathered, so that all ranks
-    sample from the same bits.
+    The vocabulary head's rows are split over the ranks: each makes the logits of its own tokens.
     """
 
     def __init__(
@@ -115,6 +115,7 @@ class Decoder:
         self._norm = _norm(spec.hidden_size, place, style)
         rows = head_rows(spec.vocab_size, place.world_size)
         self._head_share = place.padded_share(spec.vocab_size, rows)
+        self._first_id = place.rank * rows
         # a tied head is part of the embedding, unless its products want the other layout
         self._copies_embedding = spec.ties_embeddings and (
             place.is_input_major or self._head_share.length < rows
@@ -155,26 +156,32 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Project `[N, D]` to vocabulary logits `[N, V]`, float32 or more."""
+        return self.logit_shard(hidden).whole()
+
+    def logit_shard(self, hidden: Tensor) -> LogitShard:
+        """Project `[N, D]` to the logits of this rank's tokens, float32 or more."""
         return self._project(hidden, self._head)
 
-    def draft_logits(self, hidden: Tensor) -> Tensor:
+    def draft_logit_shard(self, hidden: Tensor) -> LogitShard:
         """Return about the same, good enough for drafts: few rows read the copy that is kept."""
         copy = self._draft_head
         if copy is not None and copy.serves(len(hidden)):
             return self._project(hidden, copy)
-        return self.logits(hidden)
+        return self.logit_shard(hidden)
 
     def keep_draft_head(self) -> None:
         """Keep a copy of this rank's head in float8 for drafts; once, after loading."""
         self._draft_head = Float8Matrix.of(self._head)
 
-    def _project(self, hidden: Tensor, head: Tensor | Float8Matrix) -> Tensor:
-        logits = self._communicator.all_gather(
-            skinny_linear(hidden, head, out_dtype=self._acc_dtype)
-        )
-        logits = logits[:, : self.architecture.vocab_size].to(self._acc_dtype)
+    def _project(self, hidden: Tensor, head: Tensor | Float8Matrix) -> LogitShard:
+        part = skinny_linear(hidden, head, out_dtype=self._acc_dtype)
         scale = self.architecture.logit_scale
-        return logits if scale == 1.0 else logits * scale
+        return LogitShard(
+            part if scale == 1.0 else part * scale,
+            self._first_id,
+            self.architecture.vocab_size,
+            self._communicator,
+        )
 
     def targets(self, stored_names: Collection[str]) -> dict[str, Target]:
         """Checkpoint names and the tensors they fill.

@@ -16,10 +16,9 @@ from gapless.ops.sampling import (
     edit_windows,
     mask_logits,
     packed_logprobs,
-    rank_tokens,
-    sample,
 )
 from gapless.ops.step_metadata import path_moves
+from gapless.runner.choice import choose, rank
 from gapless.speculative.drafter import Frontier
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gapless.core.sampling_params import SamplingParams
+    from gapless.layers.logits import LogitShard
     from gapless.runner.device import Device
     from gapless.runner.slot_table import SlotTable
     from gapless.speculative.drafter import Drafter
@@ -40,7 +40,7 @@ class Verified:
     slots: Tensor  # [B]
     seq_lens: Tensor  # [B]: committed length before the window
     checkpoint_len: Tensor  # [B]: checkpoint length once the step is over
-    logits: Tensor  # [B * W, V]
+    logits: LogitShard  # of B * W rows
     ancestors: Tensor | None  # [B, W] int64: `draft_tree.ancestor_bits`; None is a chain
 
 
@@ -77,29 +77,29 @@ def accept(
     """
     table, slots = device.table, verified.slots
     rows = slots.shape[0]
-    window = verified.logits.shape[0] // rows
+    window = verified.logits.part.shape[0] // rows
     offsets = device.window_offsets
-    logits = verified.logits
-    if mode.edits_logits:
-        logits = _edited(table, verified, window)
-    if masks is not None:
-        logits = mask_logits(logits, masks)
     ahead = offsets[1 : window + 1]
     if verified.ancestors is not None:
         ahead = depths(verified.ancestors, window) + 1
     sampled_at = verified.seq_lens[:, None] + ahead
-    sampled = sample(
-        logits,
-        sampled_at.view(-1),
-        table.sampling_rows(slots, repeat=window),
-        mode=mode,
-    ).view(rows, window)
+    positions, sampling = sampled_at.view(-1), table.sampling_rows(slots, repeat=window)
+    logits = verified.logits
+    if not mode.is_plain or masks is not None or num_top is not None:
+        # once for all that reads whole rows
+        logits = logits.gathered()
+    edited = logits
+    if mode.edits_logits:
+        edited = logits.with_whole(_edited(table, verified, logits.whole(), window))
+    if masks is not None:
+        edited = logits.with_whole(mask_logits(edited.whole(), masks))
+    sampled = choose(edited, positions, sampling, mode=mode).view(rows, window)
     settled, tokens, path = _settle(device, verified, sampled, sampled_at[:, 0])
     if mode.edits_logits:
         table.count(slots, tokens, offsets[:window] < settled.lens[:, None])
     logprobs = None
     if num_top is not None:
-        logprobs = packed_logprobs(verified.logits, sampled.view(-1), num_top)
+        logprobs = packed_logprobs(logits.whole(), sampled.view(-1), num_top)
         if path is not None:
             by_node = logprobs.view(rows, window, -1)
             index = path[:, :, None].expand_as(by_node)
@@ -116,16 +116,21 @@ def accept(
     )
 
 
-def _edited(table: SlotTable, verified: Verified, window: int) -> Tensor:  # [B * W, V]
+def _edited(
+    table: SlotTable,
+    verified: Verified,
+    logits: Tensor,  # [B * W, V]
+    window: int,
+) -> Tensor:  # [B * W, V]
     """Apply bias and penalties at every window position."""
     slots, bits = verified.slots, verified.ancestors
     tokens, rows = table.window_tokens.index_select(0, slots)[:, :window], table.edit_rows(slots)
-    logits = verified.logits.view(*tokens.shape, -1)
+    logits = logits.view(*tokens.shape, -1)
     if bits is None:
         edited = edit_windows(logits, tokens, rows)
     else:
         edited = edit_trees(logits, tokens, bits, rows)
-    return edited.view_as(verified.logits)
+    return edited.flatten(0, 1)
 
 
 def _settle(
@@ -198,24 +203,25 @@ class _Proposer:
         self._rows = table.sampling_rows(slots, repeat=1)
         self._edits: EditRows | None = None
 
-    def sample(self, logits: Tensor, positions: Tensor) -> Tensor:
+    def sample(self, logits: LogitShard, positions: Tensor) -> Tensor:
         """See `Proposer`."""
         if not self._mode.edits_logits:
-            return sample(logits, positions, self._rows, mode=self._mode)
+            return choose(logits, positions, self._rows, mode=self._mode)
         edits = self._edit_rows()
-        tokens = sample(edit_logits(logits, edits), positions, self._rows, mode=self._mode)
+        edited = logits.with_whole(edit_logits(logits.whole(), edits))
+        tokens = choose(edited, positions, self._rows, mode=self._mode)
         self._edits = edits.after(tokens[:, None])
         return tokens
 
     def rank(
-        self, logits: Tensor, positions: Tensor, paths: Tensor, count: int
+        self, logits: LogitShard, positions: Tensor, paths: Tensor, count: int
     ) -> tuple[Tensor, Tensor]:
         """See `Proposer`."""
         width = paths.shape[1]
         if self._mode.edits_logits:
             edits = self._edit_rows().repeated(width).after(paths.flatten(0, 1))
-            logits = edit_logits(logits, edits)
-        tokens, logprobs = rank_tokens(
+            logits = logits.with_whole(edit_logits(logits.whole(), edits))
+        tokens, logprobs = rank(
             logits,
             positions[:, None].expand(-1, width).reshape(-1),
             self._table.sampling_rows(self._slots, repeat=width),
@@ -234,6 +240,9 @@ class _Proposer:
 def sampling_mode(params: Iterable[SamplingParams]) -> SamplingMode:
     """Return the least that serves every row."""
     own = list(params)
-    return SamplingMode.of(
-        is_greedy=all(p.is_greedy for p in own), edits_logits=any(p.edits_logits for p in own)
-    )
+    is_greedy = all(p.is_greedy for p in own)
+    if any(p.edits_logits for p in own):
+        return SamplingMode.GREEDY if is_greedy else SamplingMode.SAMPLED
+    if is_greedy:
+        return SamplingMode.ARGMAX
+    return SamplingMode.DRAWN if any(p.has_filters for p in own) else SamplingMode.PLAIN

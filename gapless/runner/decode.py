@@ -24,7 +24,7 @@ from gapless.runner.stages import Stage
 from gapless.speculative.drafter import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from torch import Tensor
 
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 # on a GPU one graph serves greedy and drawn rows: its kernels look at each row
 GPU_MODES = (SamplingMode.DRAWN, SamplingMode.SAMPLED)
+# of several ranks, one more settles without whole logits what has no filters
+GPU_MODES_OF_RANKS = (SamplingMode.PLAIN, *GPU_MODES)
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,17 @@ class DecodeKey:
     def tokens(self) -> int:
         """Tokens of the step."""
         return self.num_rows * self.window
+
+
+def _captured(
+    mode: SamplingMode, modes: Collection[SamplingMode], *, is_masked: bool
+) -> SamplingMode:
+    """Return the least of the captured `modes` that serves."""
+    if is_masked:
+        return SamplingMode.SAMPLED
+    if mode.is_plain and SamplingMode.PLAIN in modes:
+        return SamplingMode.PLAIN
+    return SamplingMode.DRAWN
 
 
 class DecodeRunner:
@@ -77,6 +90,7 @@ class DecodeRunner:
         self._window = config.max_window
         self._kv_lens = device.backend.kv_lens(device.num_page_columns * config.page_size)
         self._is_on_gpu = device.device.type == "cuda"
+        self._gpu_modes = GPU_MODES if config.tp == 1 else GPU_MODES_OF_RANKS
         self._pages_per_row = -(-self._window // config.page_size) + 1
         self._constants = StepConstants(device.geometry, device.device)
         self._graphs = GraphRunner(capture, config.switches.graphs, counters)
@@ -128,7 +142,7 @@ class DecodeRunner:
             DecodeKey(num_rows, self._window, kv_len, mode, None, is_masked=mode.edits_logits)
             for num_rows in reversed(self._buckets)
             for kv_len in reversed(self._kv_lens)
-            for mode in GPU_MODES
+            for mode in self._gpu_modes
         ]
         for key in tqdm(keys, desc="capturing decode steps", unit="graph", disable=None):
             self._graphs.capture(key, lambda key=key: self._stages(key))  # type: ignore[misc]
@@ -147,7 +161,7 @@ class DecodeRunner:
         if self._is_on_gpu:
             # edits and masks share their graphs
             is_masked |= mode.edits_logits
-            mode = GPU_MODES[is_masked]
+            mode = _captured(mode, self._gpu_modes, is_masked=is_masked)
         return DecodeKey(
             num_rows=bucket_for(len(plan.decode), self._buckets),
             window=self._window,
@@ -257,7 +271,7 @@ class DecodeRunner:
         tokens = table.window_tokens.index_select(0, indices.slots)[:, : key.window].reshape(-1)
         hidden = device.model.forward(tokens, device.memory, self._batch(key, indices))
         assert hidden.shape[0] == key.tokens, "decode rows == batch"
-        logits = device.model.logits(hidden)
+        logits = device.model.logit_shard(hidden)
         verified = Verified(
             indices.slots, indices.seq_lens, indices.fold_len, logits, indices.ancestors
         )

@@ -252,7 +252,7 @@ class PrefillRunner:
         hidden = device.model.forward(inputs["token_ids"], device.memory, self._batch(chunk))
         accepted, next_ids = None, inputs["successors"]
         if chunk.num_sampled:
-            logits = device.model.logits(hidden.index_select(0, inputs["last_token"]))
+            logits = device.model.logit_shard(hidden.index_select(0, inputs["last_token"]))
             # the prompt's last token is a window of one: it commits, and the sample follows it
             verified = Verified(
                 inputs["sampled_slots"],

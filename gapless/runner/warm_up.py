@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 # a request for each mode of sampling
 KINDS = (
     SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
     SamplingParams(temperature=1.0, top_p=0.9),
     SamplingParams(temperature=0.0, min_tokens=1, max_tokens=1),
     SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1),

@@ -14,18 +14,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gapless.layers.batch import AttentionBatch
+    from gapless.layers.logits import LogitShard
 
 
 class Proposer(Protocol):
     """Chooses tokens from a drafter's logits under each row's options and noise."""
 
-    def sample(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Map `(logits [B, V], positions [B])` to tokens `[B]`, which then count as output."""
+    def sample(self, logits: LogitShard, positions: Tensor) -> Tensor:
+        """Map `(logits of B rows, positions [B])` to tokens `[B]`, which then count as output."""
         ...
 
     def rank(
         self,
-        logits: Tensor,  # [B * Q, V]: after Q drafts of each row
+        logits: LogitShard,  # of B * Q rows: after Q drafts of each row
         positions: Tensor,  # [B]: position that the tokens would occupy
         paths: Tensor,  # [B, Q, N]: the drafts that lead there, which count as output
         count: int,

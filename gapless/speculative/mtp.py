@@ -127,7 +127,7 @@ class MtpDrafter:
                 batch = self._batch(frontier.slots, position[:, None], frontier.kv_len, plan)
                 hidden = self._head.forward(self._trunk, drafts[-1], hidden, self._memory, batch)
             position = position + 1
-            drafts.append(proposer.sample(self._trunk.draft_logits(hidden), position))
+            drafts.append(proposer.sample(self._trunk.draft_logit_shard(hidden), position))
         counts = torch.full_like(frontier.seq_lens, self.num_drafts)
         return Drafts(torch.stack(drafts, dim=1), counts)
 
@@ -149,8 +149,9 @@ class MtpDrafter:
                 batch = self._tree_batch(frontier, first, tree)
                 tokens = tree.beam.tokens.flatten()
                 hidden = self._head.forward(self._trunk, tokens, hidden, self._memory, batch)
-            logits = self._trunk.draft_logits(hidden)
-            tree.grow(*proposer.rank(logits, position, tree.beam.paths, shape.topk))
+            logits = self._trunk.draft_logit_shard(hidden)
+            found = proposer.rank(logits, position, tree.beam.paths, shape.topk)
+            tree.grow(*found)
         return tree.best(self.num_drafts)
 
     def save(self, saved: SavedSlots) -> None:

@@ -26,12 +26,15 @@ from gapless.engine.client import EngineClient
 from gapless.engine.load import device_info
 from gapless.engine.worker import PlanReader, PlanWriter, Workers
 from gapless.errors import InternalError
-from tests.ranks import ThreadRunners, make_recipe
+from gapless.ops.sampling import SamplingMode
+from tests.engine_fixtures import runner_of
+from tests.ranks import CONFIGS, ThreadRunners, make_recipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gapless.layers.placement import Communicator
+    from gapless.runner.device import Device
     from tests.ranks import CheckpointOf
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +62,32 @@ def params() -> list[SamplingParams]:
 
 def tokens(llm: LLM) -> list[tuple[int, ...]]:
     return [result.token_ids for result in llm.generate(prompts(), params())]
+
+
+PLAIN = SamplingParams(temperature=1.3, max_tokens=13)
+# what rows may ask for; whole logits are gathered for `filtered`, `edited` and `scored` only
+KINDS: dict[str, SamplingParams] = {
+    "greedy": GREEDY,
+    "plain": PLAIN,
+    "filtered": replace(PLAIN, top_k=40),
+    "edited": replace(PLAIN, frequency_penalty=0.5),
+    "scored": replace(PLAIN, logprobs=2),
+}
+CHAIN = {"speculative_algorithm": "mtp"}
+TREE = {"speculative_topk": 3, "speculative_num_draft_tokens": 9}
+
+
+def of_kind(llm: LLM, kind: str) -> list[tuple[int, ...]]:
+    """Tokens of requests of a kind beside greedy ones."""
+    mixed = [replace(KINDS[kind], seed=i) if i % 2 else GREEDY for i in range(5)]
+    return [result.token_ids for result in llm.generate(prompts(), mixed)]
+
+
+def drafts_of(device: Device) -> list[torch.Tensor]:
+    """What the last step left as drafts."""
+    table = device.table
+    slots = slice(0, device.geometry.num_slots)
+    return [column[slots] for column in (table.window_tokens, table.num_drafts, table.draft_bits)]
 
 
 def retract_often(llm: LLM) -> Callable[[], int]:
@@ -134,6 +163,69 @@ def test_tokens_are_those_of_one_rank(
                 assert torch.equal(found, vars(other)[column]), column
         for column, found in vars(first.columns).items():
             assert torch.equal(found, vars(other.columns)[column]), column
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (2, {"speculative_algorithm": "none"}),
+        (4, CHAIN),
+        (2, TREE),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, CHAIN), (4, TREE))),
+    ],
+)
+def test_ranks_gather_what_a_choice_depends_on(
+    checkpoint_of: CheckpointOf, world_size: int, options: dict[str, Any], kind: str
+) -> None:
+    """Tokens and drafts are those of one rank, from few numbers per row where those do."""
+    path = checkpoint_of("qwen3_5_four")
+    whole = LLM(str(path), **OPTIONS, **options)
+    wanted = of_kind(whole, kind)
+    llm = LLM(str(path), **OPTIONS, **options)
+    runners = split_in_threads(llm, path, world_size, **options)
+    assert of_kind(llm, kind) == wanted
+    for found, own in zip(
+        drafts_of(runners.runners[-1].device), drafts_of(runner_of(whole).device), strict=True
+    ):
+        assert torch.equal(found, own)
+    # a value and an id of each row that is sampled; of trees' drafts topk of both, and a sum
+    few = {2, 2 * options["speculative_topk"] + 1} if "speculative_topk" in options else {2}
+    shard = -(-CONFIGS["qwen3_5_four"]["vocab_size"] // world_size)
+    columns = {size[1] for size in runners.ranks.communicators[0].gathered}
+    if kind in ("greedy", "plain"):
+        assert columns == few
+    else:
+        # greedy rows alone, once the others have ended
+        assert columns - few == {shard}
+
+
+@pytest.mark.parametrize(
+    ("kind", "modes"),
+    [
+        ("greedy", {SamplingMode.PLAIN}),
+        ("plain", {SamplingMode.PLAIN}),
+        # greedy rows alone, once the others have ended
+        ("filtered", {SamplingMode.DRAWN, SamplingMode.PLAIN}),
+        ("edited", {SamplingMode.SAMPLED, SamplingMode.PLAIN}),
+    ],
+)
+def test_steps_of_a_gpu_are_the_least_that_is_captured(
+    checkpoint_of: CheckpointOf, kind: str, modes: set[SamplingMode]
+) -> None:
+    path, options = checkpoint_of("qwen3"), {"speculative_algorithm": "ngram"}
+    whole, llm = (LLM(str(path), **OPTIONS, **options) for _ in range(2))
+    runners = split_in_threads(llm, path, 2, **options)
+    decoders = [runner._decode for runner in (runner_of(whole), *runners.runners)]
+    for decoder in decoders:
+        decoder._is_on_gpu = True
+    assert of_kind(llm, kind) == of_kind(whole, kind)
+    found = [{key.mode for key in decoder._graphs._graphs} for decoder in decoders]
+    # one rank has its logits whole
+    of_one = {SamplingMode.DRAWN if mode is SamplingMode.PLAIN else mode for mode in modes}
+    assert found == [of_one, modes, modes]
+    assert modes <= set(decoders[-1]._gpu_modes)
+    assert of_one <= set(decoders[0]._gpu_modes)
 
 
 def test_processes_give_the_tokens_of_one_rank_until_one_is_killed(

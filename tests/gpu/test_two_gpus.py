@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 from multiprocessing import active_children, connection
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from gapless.engine import load as load_module
 from gapless.engine.load import build
 from gapless.engine.worker import Workers
 from gapless.errors import InternalError
-from gapless.ops.peer_sum.reference import peer_sum
+from gapless.ops.peer_sum.reference import peer_gather, peer_sum
 from gapless.runner.syncs import forbid_syncs
 
 if TYPE_CHECKING:
@@ -51,10 +52,13 @@ QUESTIONS = [
 ]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60)
 SEEDED = SamplingParams(temperature=0.8, seed=3, max_tokens=60)
+# what whole logits are gathered for
+FILTERED = SamplingParams(temperature=0.8, top_k=20, top_p=0.95, seed=5, max_tokens=20)
+EDITED = SamplingParams(temperature=0.8, repetition_penalty=1.1, seed=6, max_tokens=20)
 
 
 def watched_build(recipe: Any, rank: int, communicator: Communicator) -> Runner:
-    """A rank whose steady steps may neither wait for its device nor be anything but one graph."""
+    """A rank whose steady steps may neither wait for its device nor be launched but by graphs."""
     runner = build(recipe, rank, communicator)
     runner.run = partial(watched_run, runner.run)  # type: ignore[method-assign]
     return runner
@@ -72,8 +76,10 @@ def watched_run(run: Callable[[StepPlan], Handle], plan: StepPlan) -> Handle:
 
     with forbid_syncs(), mock.patch.object(torch.cuda.CUDAGraph, "replay", counted):
         handle = run(plan)
-    if len(launches) != 1:
-        raise InternalError(f"a step of {len(launches)} graph launches, want 1")
+    # masks, which edits share their graphs with, are filled between two of them
+    wanted = 1 + any(row.request.params.edits_logits for row in plan.decode)
+    if len(launches) != wanted:
+        raise InternalError(f"a step of {len(launches)} graph launches, want {wanted}")
     return handle
 
 
@@ -93,12 +99,19 @@ def retract_often(llm: LLM) -> None:
 
 
 def tokens(llm: LLM) -> list[tuple[int, ...]]:
-    """Tokens of requests side by side, of a second turn, and of the first prompts once more."""
+    """Tokens of requests side by side, of a second turn, and of the first prompts once more.
+
+    Then of drawn tokens: alone, beside those of filters, and beside edits.
+    """
     params = [SEEDED if index == 3 else GREEDY for index in range(len(QUESTIONS))]
     first = [result.token_ids for result in llm.generate(QUESTIONS, params)]
     turn = [*QUESTIONS[0], {"role": "assistant", "content": "24"}, *QUESTIONS[1]]
     again = llm.generate([turn, *QUESTIONS], [GREEDY, *params])
-    return [*first, *(result.token_ids for result in again)]
+    found = [*first, *(result.token_ids for result in again)]
+    for other in (SEEDED, FILTERED, EDITED):
+        drawn = [replace(other if i % 2 else SEEDED, seed=i) for i in range(len(QUESTIONS))]
+        found += [result.token_ids for result in llm.generate(QUESTIONS, drawn)]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -106,16 +119,25 @@ def expected() -> list[tuple[int, ...]]:
     """Tokens of one GPU without drafts."""
     llm = LLM(speculative_num_steps=0, **OPTIONS)
     found = tokens(llm)
-    assert found[: len(QUESTIONS)] == found[-len(QUESTIONS) :]
+    count = len(QUESTIONS)
+    assert found[:count] == found[count + 1 :][:count]
     return found
 
 
-@pytest.mark.parametrize("num_steps", [0, 3])
+@pytest.mark.parametrize(
+    "drafting",
+    [
+        {"speculative_num_steps": 0},
+        {"speculative_num_steps": 3},
+        {"speculative_topk": 4, "speculative_num_draft_tokens": 16},
+    ],
+    ids=str,
+)
 def test_tokens_are_those_of_one_gpu_until_a_rank_is_killed(
-    expected: list[tuple[int, ...]], num_steps: int, monkeypatch: pytest.MonkeyPatch
+    expected: list[tuple[int, ...]], drafting: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load_module, "build", watched_build)
-    llm = LLM(tp=2, speculative_num_steps=num_steps, **OPTIONS)
+    llm = LLM(tp=2, **drafting, **OPTIONS)
     (worker,) = active_children()
     retract_often(llm)
     assert tokens(llm) == expected
@@ -123,7 +145,7 @@ def test_tokens_are_those_of_one_gpu_until_a_rank_is_killed(
     assert llm.cache_counters.num_hits >= 3
     stream = llm.stream([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True))
     next(stream)
-    is_idle = num_steps == 0
+    is_idle = drafting == {"speculative_num_steps": 0}
     if is_idle:
         stream.close()
         while llm.engine.has_work:
@@ -148,7 +170,7 @@ SIZES = ((1, 256), (4, 2048), (64, 2048), (256, 2048), (257, 2048))
 
 
 class Sums:
-    """Sums of random terms, launched one by one and from a graph."""
+    """Sums and gathers of random terms, launched one by one, and sums from a graph."""
 
     def __init__(self, rank: int, communicator: ProcessCommunicator) -> None:
         self.has_mailboxes = communicator.peers is not None
@@ -159,7 +181,9 @@ class Sums:
                 own, wanted = terms[rank], peer_sum(terms)
                 found = communicator.all_reduce(own.clone())
                 if not torch.equal(found, wanted):
-                    self.problems.append(f"rank {rank}: {dtype} {size}")
+                    self.problems.append(f"rank {rank}: sum of {dtype} {size}")
+                if not torch.equal(communicator.all_gather(own), peer_gather(terms)):
+                    self.problems.append(f"rank {rank}: gather of {dtype} {size}")
         self._replay(rank, communicator)
 
     @staticmethod
@@ -214,7 +238,7 @@ def test_a_rank_that_cannot_load_says_why() -> None:
         workers.lead(waited)
 
 
-def test_sums_are_those_in_the_order_of_ranks_bit_for_bit() -> None:
+def test_sums_and_gathers_are_those_in_the_order_of_ranks_bit_for_bit() -> None:
     build_rank: Any = sums
     workers = Workers(device="cuda", world_size=2, build=build_rank)
     try:

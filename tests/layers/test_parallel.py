@@ -435,7 +435,7 @@ def test_a_tied_head_is_part_of_the_embedding(vocab_size: int, rows: tuple[int, 
         found = model.logits(hidden)  # this communicator gathers nothing
         assert torch.equal(found, logits[-1])
         model.keep_draft_head()
-        drafted.append(model.draft_logits(hidden))
+        drafted.append(model.draft_logit_shard(hidden).whole())
     joined = torch.cat(logits, dim=1)
     assert_near(joined[:, :vocab_size], hidden @ model._embedding.t())
     assert not joined[:, vocab_size:].any()

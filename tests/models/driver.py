@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gapless.layers.batch import Batch
+    from gapless.layers.logits import LogitShard
     from gapless.models.decoder import Decoder
     from gapless.runner.device import Device
 
@@ -38,6 +39,9 @@ class Recorder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden)
+
+    def logit_shard(self, hidden: Tensor) -> LogitShard:
+        return self._model.logit_shard(hidden)
 
 
 class TeacherForced:

@@ -1,4 +1,4 @@
-"""The sum through mailboxes: the same bits on every rank, whatever was in the mailboxes before.
+"""Sums and gathers through mailboxes: the same bits on every rank, whatever was in them before.
 
 Ranks are run one after another on one device. With `is_stopped` set, a rank sends and gives up;
 once all have sent, each is run again from the same count of calls and finds everything.
@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import time
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,11 +18,16 @@ import torch
 from gapless.ops.peer_sum import Mailboxes
 from gapless.ops.peer_sum.reference import (
     PROGRAM_WORDS,
+    is_gathered,
     is_served,
     num_bytes,
     num_programs,
+    peer_gather,
     peer_sum,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
@@ -62,17 +68,23 @@ class Ranks:
     def sum(self, terms: list[torch.Tensor]) -> list[torch.Tensor]:
         from gapless.ops.peer_sum import triton
 
-        def run(own: Mailboxes, term: torch.Tensor) -> torch.Tensor:
-            counts = own.num_calls.clone()
-            return triton.peer_sum(term, replace(own, num_calls=counts))
+        return self._call(triton.peer_sum, terms)
 
+    def gather(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        from gapless.ops.peer_sum import triton
+
+        return self._call(triton.peer_gather, parts)
+
+    def _call(
+        self, call: Callable[[torch.Tensor, Mailboxes], torch.Tensor], own: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
         self.is_stopped.fill_(1)
-        for own, term in zip(self.mailboxes, terms, strict=True):
-            run(own, term)
+        for mailboxes, x in zip(self.mailboxes, own, strict=True):
+            call(x, replace(mailboxes, num_calls=mailboxes.num_calls.clone()))
         if DEVICE == "cuda":
             torch.cuda.synchronize()
         self.is_stopped.zero_()
-        return [triton.peer_sum(term, own) for own, term in zip(self.mailboxes, terms, strict=True)]
+        return [call(x, mailboxes) for mailboxes, x in zip(self.mailboxes, own, strict=True)]
 
 
 def terms_of(world_size: int, count: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
@@ -110,6 +122,42 @@ def test_every_rank_has_the_sum_in_the_order_of_ranks(
             assert torch.equal(found, wanted)
         for term, kept in zip(terms, before, strict=True):
             assert torch.equal(term, kept)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_rank_has_all_parts_side_by_side(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gapless.ops.peer_sum import triton
+
+    monkeypatch.setattr(triton, "POLLS_PER_LOOK", 2)
+    ranks = Ranks(world_size)
+    generator = torch.Generator().manual_seed(world_size)
+    shapes = [(5, 2), (1, CAPACITY), (700, 2), (7, 41), (PROGRAM_WORDS, 3), (1, 1)]
+    for shape in shapes:
+        # any bits: NaN, infinities and both zeros among them
+        words = torch.randint(-(2**31), 2**31, (world_size, *shape), generator=generator)
+        words[:, ::3] = torch.tensor([-0.0]).view(torch.int32).long()
+        parts = [part.to(torch.int32).to(DEVICE).view(torch.float32) for part in words]
+        halves = [part.view(torch.bfloat16) for part in parts]
+        for own in (parts, halves):
+            wanted = peer_gather(own)
+            # sums and gathers take the same turns
+            total = peer_sum([torch.ones(9, device=DEVICE)] * world_size)
+            assert all(torch.equal(x, total) for x in ranks.sum([total / world_size] * world_size))
+            for found in ranks.gather(own):
+                assert found.dtype is wanted.dtype
+                assert found.shape == wanted.shape
+                assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
+
+
+def test_rows_that_are_no_whole_words_are_not_gathered() -> None:
+    x = torch.zeros(4, 6, dtype=torch.bfloat16)
+    assert is_gathered(x, 12)
+    assert not is_gathered(x, 11)
+    assert not is_gathered(x.view(8, 3), 12)
+    assert is_gathered(x.view(8, 3).float(), 24)
+    assert not is_gathered(x.double(), 100)
 
 
 def test_a_rank_that_is_one_call_ahead_overwrites_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,17 +225,16 @@ def test_unused_stop_ids_touch_no_logit() -> None:
 
 
 def test_modes_leave_out_what_no_row_needs() -> None:
-    modes = {
-        (g, e): SamplingMode.of(is_greedy=g, edits_logits=e)
-        for g in (True, False)
-        for e in (True, False)
-    }
-    assert len(set(modes.values())) == 4
-    assert all((mode.is_greedy, mode.edits_logits) == key for key, mode in modes.items())
     logits = torch.randn(20, 31)
     rows = make_rows(20, top_k=4, top_p=0.9)
     drawn = sample(logits, torch.arange(20), rows, mode=SamplingMode.DRAWN)
     assert torch.equal(drawn, sample(logits, torch.arange(20), rows, mode=SamplingMode.SAMPLED))
+    rows = make_rows(20, temperature=1.3)
+    plain, drawn = (
+        sample(logits, torch.arange(20), rows, mode=mode)
+        for mode in (SamplingMode.PLAIN, SamplingMode.DRAWN)
+    )
+    assert torch.equal(plain, drawn)
 
 
 def no_edits(num_rows: int, vocab_size: int) -> EditRows:
@@ -360,7 +359,7 @@ def test_order_of_the_whole_chain(options: dict[str, float]) -> None:
         min_len=torch.full((num_rows,), 200),
         stop_ids=torch.tensor([[4, 9] + [-1] * 6] * num_rows),
     )
-    mode = SamplingMode.of(is_greedy=options["temperature"] == 0, edits_logits=True)
+    mode = SamplingMode.GREEDY if options["temperature"] == 0 else SamplingMode.SAMPLED
     found = sample(edit_logits(logits, edits), positions, rows, mode=mode)
     noise = gumbel_noise(rows.seeds, positions, vocab_size).double().numpy()
     for row in range(num_rows):

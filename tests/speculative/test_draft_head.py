@@ -63,8 +63,8 @@ def test_few_rows_read_the_copy_and_many_the_head() -> None:
     most, size = MAX_ROWS[-1], model.architecture.hidden_size
     hidden = torch.randn(most + 1, size)
     with torch.inference_mode():
-        exact, drafted = model.logits(hidden), model.draft_logits(hidden)
-        few = model.draft_logits(hidden[:most])
+        exact, drafted = model.logits(hidden), model.draft_logit_shard(hidden).whole()
+        few = model.draft_logit_shard(hidden[:most]).whole()
     assert torch.equal(drafted, exact)
     assert few.dtype is torch.float32
     error = float((few - exact[:most]).norm() / exact[:most].norm())
@@ -76,7 +76,7 @@ def test_heads_of_models_without_a_copy_are_the_same() -> None:
     model = model_of(LLM(**SMALL, dtype="float64"))
     hidden = torch.randn(3, model.architecture.hidden_size, dtype=torch.float64)
     assert model._draft_head is None
-    assert torch.equal(model.draft_logits(hidden), model.logits(hidden))
+    assert torch.equal(model.draft_logit_shard(hidden).whole(), model.logits(hidden))
 
 
 def _accepted(count: int, **options: Any) -> float:

@@ -1,4 +1,4 @@
-"""The kernel behind `triton.py`: a program sends its part of a message and awaits the others'."""
+"""The kernels behind `triton.py`: a program sends its part of a message and awaits the others'."""
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
@@ -95,4 +95,39 @@ def _peer_sum_kernel(
     else:
         b_out = _to_half(b_first, DTYPE) | (_to_half(b_second, DTYPE) << 16)
     tl.store(out + o_word, b_out, mask=mask)
+    tl.store(num_calls + i_program, call)
+
+
+# any size of message is served by one compiled kernel
+@triton.jit(do_not_specialize=["num_words", "row_words"])
+def _peer_gather_kernel(
+    x,
+    out,
+    addresses,
+    num_calls,
+    is_stopped,
+    num_words,
+    row_words,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    POLLS: tl.constexpr,
+):
+    """Put messages of 32-bit words side by side, row by row."""
+    i_program = tl.program_id(0)
+    o_word = i_program * BLOCK + tl.arange(0, BLOCK)
+    mask = o_word < num_words
+    call = tl.load(num_calls + i_program) + 1
+    b_own = tl.load(x + o_word, mask=mask, other=0)
+    turn = (call & 1) * (WORLD * CAPACITY)
+    _send(b_own, addresses, turn + RANK * CAPACITY, o_word, mask, call, RANK, WORLD)
+    own = tl.load(addresses + RANK).to(tl.pointer_type(tl.int64)) + turn
+    p_out = out + o_word // row_words * (WORLD * row_words) + o_word % row_words
+    for source in tl.static_range(WORLD):
+        if source == RANK:
+            b_word = b_own
+        else:
+            b_word = _await(own + source * CAPACITY + o_word, mask, call, is_stopped, POLLS)
+        tl.store(p_out + source * row_words, b_word, mask=mask)
     tl.store(num_calls + i_program, call)

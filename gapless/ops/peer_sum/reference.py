@@ -1,10 +1,10 @@
-"""The sum over ranks, and the mailboxes through which they send; the definition.
+"""Sum and gather over ranks, and the mailboxes through which they send; the definitions.
 
-Each rank writes what it has into a mailbox of every other rank, and adds up what it finds in its
-own. A 64-bit entry carries 32 bits of data and the number of the call, so an entry that has come is
-seen to have come: one way over the link, no barrier. Calls take turns with two sets of mailboxes. A
-rank that sends in call n + 2 has what the others sent in call n + 1, so they have done with call n,
-whose mailboxes it writes to.
+Each rank writes what it has into a mailbox of every other rank, and adds up, or puts side by side,
+what it finds in its own. A 64-bit entry carries 32 bits of data and the number of the call, so an
+entry that has come is seen to have come: one way over the link, no barrier. Calls take turns with
+two sets of mailboxes. A rank that sends in call n + 2 has what the others sent in call n + 1, so
+they have done with call n, whose mailboxes it writes to.
 """
 
 from __future__ import annotations
@@ -65,9 +65,21 @@ def peer_sum(
     return total.to(terms[0].dtype)
 
 
+def peer_gather(
+    parts: Sequence[Tensor],  # one of each rank, [N, C] all
+) -> Tensor:  # [N, world_size * C]
+    """Put the parts side by side, in the order of ranks, bit for bit."""
+    return torch.cat(list(parts), dim=1)
+
+
 def is_served(x: Tensor, capacity: int) -> bool:
     """Whether a message can go through mailboxes of `capacity`: its type, its layout, its size."""
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not x.is_contiguous():
         return False
     size, start = x.numel() * x.element_size(), x.storage_offset() * x.element_size()
     return size % WORD_BYTES == start % WORD_BYTES == 0 and 0 < size <= capacity * WORD_BYTES
+
+
+def is_gathered(x: Tensor, capacity: int) -> bool:
+    """Whether [N, C] can be gathered through mailboxes of `capacity`: rows of whole words too."""
+    return is_served(x, capacity) and x.shape[1] * x.element_size() % WORD_BYTES == 0

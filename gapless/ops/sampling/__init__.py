@@ -10,11 +10,14 @@ import logging
 from functools import cache
 from typing import TYPE_CHECKING
 
-from gapless.ops.sampling import masks, philox, ranking, reference
+import torch
+
+from gapless.ops.sampling import masks, philox, ranking, reference, shards
 from gapless.ops.sampling.edits import EditRows, edit_logits, edit_trees, edit_windows
 from gapless.ops.sampling.logprobs import packed_logprobs
 from gapless.ops.sampling.masks import MaskRows
 from gapless.ops.sampling.reference import SamplingMode, SamplingRows
+from gapless.ops.sampling.shards import ranked_of_all
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +27,7 @@ __all__ = [
     "MaskRows",
     "SamplingMode",
     "SamplingRows",
+    "best_of_all",
     "edit_logits",
     "edit_trees",
     "edit_windows",
@@ -31,7 +35,10 @@ __all__ = [
     "mask_logits",
     "packed_logprobs",
     "rank_tokens",
+    "ranked_of_all",
     "sample",
+    "shard_best",
+    "shard_ranked",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -71,6 +78,59 @@ def rank_tokens(
     return ranking.rank_tokens(logits, sampled, rows.temperature, noise, count=count)
 
 
+def shard_best(
+    logits: Tensor,  # [N, C] float32 or wider: of C ids from `first` on; not modified
+    positions: Tensor,  # [N] int64: position that the sampled token will occupy
+    rows: SamplingRows,
+    *,
+    mode: SamplingMode,
+    first: int,
+) -> Tensor:  # [N, M, 2] logits' dtype
+    """Return candidates for each row's token, as many of all shards of one size and number of rows.
+
+    Contract: `shards.shard_best`.
+    """
+    if logits.is_cuda:
+        from gapless.ops.sampling import triton
+
+        reason = triton.unsupported(logits)
+        if reason is None:
+            return triton.shard_best(logits, positions, rows, mode=mode, first=first)
+        _log_fallback(reason)
+    return shards.shard_best(logits, positions, rows, mode=mode, first=first)
+
+
+def best_of_all(
+    pairs: Tensor,  # [N, M, 2]: `shard_best` of all shards, in their order
+) -> Tensor:  # [N] int64
+    """Return each row's token, what `sample` returns for whole rows.
+
+    Contract: `shards.best_of_all`.
+    """
+    if pairs.is_cuda and pairs.dtype is torch.float32:
+        from gapless.ops.sampling import triton
+
+        return triton.best_of_all(pairs)
+    return shards.best_of_all(pairs)
+
+
+def shard_ranked(
+    logits: Tensor,  # [N, C] float32 or wider: of C ids from `first` on; not modified
+    positions: Tensor,  # [N] int64: position that the tokens would occupy
+    rows: SamplingRows,
+    *,
+    mode: SamplingMode,
+    count: int,
+    first: int,
+) -> Tensor:  # [N, 2 * count + 1] logits' dtype
+    """Return what `ranked_of_all` wants of a shard. Contract: `shards.shard_ranked`."""
+    assert mode.is_plain, "the best of a shard say nothing about what filters and edits leave"
+    noise = None
+    if not mode.is_greedy:
+        noise = gumbel_noise(rows.seeds, positions, logits.shape[1], first)
+    return shards.shard_ranked(logits, rows.temperature, noise, count=count, first=first)
+
+
 def mask_logits(
     logits: Tensor,  # [N, V] float32 or wider; not modified
     rows: MaskRows,
@@ -86,14 +146,18 @@ def mask_logits(
 def gumbel_noise(
     seeds: Tensor,  # [N] int64, all 64 bits used
     positions: Tensor,  # [N] int64
-    vocab_size: int,
-) -> Tensor:  # [N, vocab_size] float32
-    """Return the noise that `sample` adds. Contract: `philox.gumbel_noise`."""
+    num_ids: int,
+    first: int = 0,
+) -> Tensor:  # [N, num_ids] float32
+    """Return the noise that `sample` adds to the logits of `num_ids` tokens from `first` on.
+
+    Contract: `philox.gumbel_noise`.
+    """
     if seeds.is_cuda:
         from gapless.ops.sampling import triton
 
-        return triton.gumbel_noise(seeds, positions, vocab_size)
-    return philox.gumbel_noise(seeds, positions, vocab_size)
+        return triton.gumbel_noise(seeds, positions, num_ids, first)
+    return philox.gumbel_noise(seeds, positions, num_ids, first)
 
 
 @cache

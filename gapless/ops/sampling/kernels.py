@@ -550,14 +550,23 @@ def _choose_kernel(
 
 @triton.jit
 def _noise_kernel(
-    seeds, positions, out, V: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+    seeds,
+    positions,
+    out,
+    first,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEAD: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     await_inputs(CHAINED)
     i_row = tl.program_id(1).to(tl.int64)
-    i_first = tl.program_id(0) * BLOCK
+    # runs of noise begin at multiples of 4, LEAD ids before the first that is wanted
+    i_first = tl.program_id(0) * BLOCK - LEAD
     o_v = i_first + tl.arange(0, BLOCK)
-    b_noise = _noise_of_run(tl.load(seeds + i_row), tl.load(positions + i_row), i_first, BLOCK)
-    tl.store(out + i_row * V + o_v, b_noise, mask=o_v < V)
+    seed, position = tl.load(seeds + i_row), tl.load(positions + i_row)
+    b_noise = _noise_of_run(seed, position, first + i_first, BLOCK)
+    tl.store(out + i_row * V + o_v, b_noise, mask=(o_v >= 0) & (o_v < V))
 
 
 @triton.jit

@@ -42,15 +42,18 @@ def philox(
 def gumbel_noise(
     seeds: Tensor,  # [N] int64, all 64 bits used
     positions: Tensor,  # [N] int64
-    vocab_size: int,
-) -> Tensor:  # [N, vocab_size] float32
+    num_ids: int,
+    first: int = 0,
+) -> Tensor:  # [N, num_ids] float32
     """Return standard Gumbel noise, a function of (seed, position, token id) alone.
 
-    Token id i takes word i % 4 of counter (i // 4, position, 0, 0). With u = (word + 1/2) 2^-32,
-    kept below 1, the noise is -log(-log1p(-u)): fine where it is large, which decides an argmax.
+    That of `num_ids` tokens from id `first` on. Id i takes word i % 4 of counter (i // 4, position,
+    0, 0). With u = (word + 1/2) 2^-32, kept below 1, the noise is -log(-log1p(-u)): fine where it
+    is large, which decides an argmax.
     """
-    num_counters = -(-vocab_size // 4)
-    block = torch.arange(num_counters, dtype=torch.int64, device=seeds.device)[None]
+    lead = first % 4
+    counters = first // 4, -(-(first + num_ids) // 4)
+    block = torch.arange(*counters, dtype=torch.int64, device=seeds.device)[None]
     position = positions.to(torch.int64)[:, None] & WORD_MASK
     nothing = torch.zeros_like(position)
     seed = seeds[:, None]
@@ -59,4 +62,4 @@ def gumbel_noise(
     uniform = torch.stack([word.to(torch.float32) for word in words], dim=-1)
     uniform = uniform.add_(0.5).mul_(2.0**-32).clamp_(max=LARGEST_UNIFORM)
     exponential = uniform.neg_().log1p_().neg_()
-    return exponential.log_().neg_().flatten(1)[:, :vocab_size]
+    return exponential.log_().neg_().flatten(1)[:, lead : lead + num_ids]

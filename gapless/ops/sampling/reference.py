@@ -25,15 +25,9 @@ class SamplingMode(Enum):
 
     ARGMAX = "argmax"  # no temperature, no edits of logits
     GREEDY = "greedy"  # no temperature
+    PLAIN = "plain"  # no filters, no edits of logits
     DRAWN = "drawn"  # no edits of logits
     SAMPLED = "sampled"
-
-    @classmethod
-    def of(cls, *, is_greedy: bool, edits_logits: bool) -> SamplingMode:
-        """Return the least that serves; edits are bias, penalties and a minimum length."""
-        if is_greedy:
-            return cls.GREEDY if edits_logits else cls.ARGMAX
-        return cls.SAMPLED if edits_logits else cls.DRAWN
 
     @property
     def is_greedy(self) -> bool:
@@ -44,6 +38,11 @@ class SamplingMode(Enum):
     def edits_logits(self) -> bool:
         """Whether some row has a bias, a penalty or a minimum length."""
         return self in (SamplingMode.GREEDY, SamplingMode.SAMPLED)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a row's token is its largest perturbed logit: no filters, no edits."""
+        return self in (SamplingMode.ARGMAX, SamplingMode.PLAIN)
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,9 @@ def sample(
     if mode.is_greedy:
         return greedy
     is_greedy = rows.temperature == 0
-    scaled = logits / rows.temperature.masked_fill(is_greedy, 1.0).to(logits.dtype)[:, None]
-    kept = scaled.masked_fill(scaled < _threshold(scaled, rows), NEG_INF)
+    kept = logits / rows.temperature.masked_fill(is_greedy, 1.0).to(logits.dtype)[:, None]
+    if not mode.is_plain:
+        kept = kept.masked_fill(kept < _threshold(kept, rows), NEG_INF)
     noise = gumbel_noise(rows.seeds, positions, logits.shape[1])
     return torch.where(is_greedy, greedy, (kept + noise).argmax(-1))
 

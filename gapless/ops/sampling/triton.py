@@ -21,6 +21,7 @@ from gapless.ops.sampling.kernels import (
     _noise_kernel,
     _survey_kernel,
 )
+from gapless.ops.sampling.shard_kernels import _best_of_all_kernel, _shard_best_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,18 +135,61 @@ def mask_logits(logits: Tensor, rows: MaskRows) -> Tensor:
     return masked
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+def shard_best(
+    logits: Tensor,  # [N, C] float32, rows may be strided
+    positions: Tensor,  # [N] int64
+    rows: SamplingRows,
+    *,
+    mode: SamplingMode,
+    first: int,
+    split: int | None = None,  # tokens per program, a multiple of BLOCK
+) -> Tensor:  # [N, M, 2] float32
+    """See `shards.shard_best`: of runs of `split` ids each. One launch; no sync."""
+    num_rows, num_ids = logits.shape
+    assert mode.is_plain, "the best of a shard says nothing about what filters and edits leave"
+    assert logits.stride(1) == 1, "a row's logits are contiguous"
+    split = split or SPLITS[num_rows > SMALL_BATCH]
+    # as many on every rank, wherever its noise begins
+    num_splits = triton.cdiv(num_ids + 3, split)
+    pairs = torch.empty(num_rows, num_splits, 2, dtype=torch.float32, device=logits.device)
+    if num_rows:
+        _shard_best_kernel[(num_splits, num_rows)](
+            logits, positions.contiguous(), rows.temperature.contiguous(), rows.seeds.contiguous(),
+            pairs, logits.stride(0), first, num_splits,
+            V=num_ids, SPLIT=split, BLOCK=BLOCK, LEAD=first % 4, IS_DRAWN=not mode.is_greedy,
+            num_warps=4, **chained(logits),
+        )  # fmt: skip
+    return pairs
+
+
+def best_of_all(pairs: Tensor) -> Tensor:
+    """See `shards.best_of_all`."""
+    num_rows, num_pairs, _ = pairs.shape
+    assert pairs.is_contiguous(), "a row's pairs are contiguous"
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=pairs.device)
+    if num_rows:
+        _best_of_all_kernel[(num_rows,)](
+            pairs, tokens, num_pairs,
+            BLOCK=triton.next_power_of_2(num_pairs), num_warps=1, **chained(pairs),
+        )  # fmt: skip
+    return tokens
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, num_ids: int, first: int = 0) -> Tensor:
     """See `philox.gumbel_noise`: the same bits on the same device."""
     num_rows = seeds.shape[0]
-    out = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=seeds.device)
+    out = torch.empty(num_rows, num_ids, dtype=torch.float32, device=seeds.device)
     if out.numel():
-        grid = (triton.cdiv(vocab_size, BLOCK), num_rows)
+        lead = first % 4
+        grid = (triton.cdiv(lead + num_ids, BLOCK), num_rows)
         _noise_kernel[grid](
             seeds.contiguous(),
             positions.contiguous(),
             out,
-            V=vocab_size,
+            first,
+            V=num_ids,
             BLOCK=BLOCK,
+            LEAD=lead,
             num_warps=4,
             **chained(out),
         )
