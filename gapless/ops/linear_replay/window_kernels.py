@@ -229,6 +229,16 @@ def _weights_kernel(
     p_oldest = p_ring_g + tl.load(entries) * (HV * K if IS_PER_CHANNEL else HV)
     g_oldest = tl.load(p_oldest + o_k) if IS_PER_CHANNEL else tl.load(p_oldest)
 
+    # no entry that a row reads is one that it writes
+    p_written = p_ring_keys + (written * (H * K))[:, None] + o_k[None, :]
+    m_written = m_key & (i_head % (HV // H) == 0)
+    tl.store(p_written, keys.to(k_ring.dtype.element_ty), mask=m_written[:, None])
+    if IS_PER_CHANNEL:
+        p_written = p_ring_g + (written * (HV * K))[:, None] + o_k[None, :]
+        tl.store(p_written, g, mask=m_key[:, None])
+    else:
+        tl.store(p_ring_g + written * HV, g, mask=m_key)
+
     x_scale = tl.where(m_query, scale, 1.0)
     if HAS_NORM or not IS_PER_CHANNEL:
         pairs = _products(x, x, IS_SHORT)
@@ -306,14 +316,6 @@ def _weights_kernel(
     else:
         tl.store(record + o_x, column * _decay(past + g_oldest))
 
-    p_written = p_ring_keys + (written * (H * K))[:, None] + o_k[None, :]
-    m_written = m_key & (i_head % (HV // H) == 0)
-    tl.store(p_written, keys.to(k_ring.dtype.element_ty), mask=m_written[:, None])
-    if IS_PER_CHANNEL:
-        p_written = p_ring_g + (written * (HV * K))[:, None] + o_k[None, :]
-        tl.store(p_written, g, mask=m_key[:, None])
-    else:
-        tl.store(p_ring_g + written * HV, g, mask=m_key)
     if tl.load(fold_mask + i_row * N) != 0:
         _fold_weights(
             record + RING + (NP + XP) * XP, k_ring, g_ring, entries, fold_mask + i_row * N,
