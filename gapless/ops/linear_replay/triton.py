@@ -223,8 +223,8 @@ def _run_window(
     is_per_channel = log_decay.shape[3] > 1
     half = max(4, 1 << (width - 1).bit_length())
     shape = _Shape(indices.ring_read.shape[1], 16, 0, 0, memory)
-    # x and the state's factors, or the columns' factors; then scores and M
-    head = (2 * half + 1) * key_dim if is_per_channel else 2 * half
+    # the columns' factors, then with a decay per channel x and the state's decays
+    head = 2 * half + (2 * half + 1) * key_dim * is_per_channel
     size = head + 2 * half * (shape.entries + 2 * half) + shape.size
     records = torch.empty((rows, value_heads, size), dtype=torch.float32, device=q.device)
     ring_read, ring_write = indices.ring_read.contiguous(), indices.ring_write.contiguous()
@@ -240,7 +240,8 @@ def _run_window(
         *(stride for x in (q, k, *gates) for stride in x.stride()[:2]),
         zero_entry, scale, 0.0 if l2norm_eps is None else l2norm_eps,
         **settings, HAS_TREE=ancestors is not None, HAS_DELTA=beta is not None,
-        HAS_NORM=l2norm_eps is not None, num_warps=launch.weights_warps,
+        HAS_NORM=l2norm_eps is not None, KB=min(128, key_dim),
+        num_warps=launch.weights_warps, maxnreg=launch.weights_registers,
         # the interpreter has no products of bfloat16
         IS_SHORT=q.is_cuda and q.dtype is memory.k_ring.dtype and q.dtype is not torch.float32,
     )  # fmt: skip
@@ -248,15 +249,14 @@ def _run_window(
     state = memory.checkpoint
     block_v = min(launch.block_v, value_dim)
     is_wide = is_per_channel or q.dtype is torch.float32
-    is_all_wide = is_wide and state.dtype is torch.float32
     _window_stream_kernel[value_heads * (value_dim // block_v), rows](
         records, q, k, v, out, state, memory.d_ring, memory.k_ring, ring_read, ring_write,
         fold_mask, indices.read_rows, indices.fold_rows,
         *(stride for x in (q, k, v) for stride in x.stride()[:2]), zero_entry,
         **settings, V=value_dim, BV=block_v,
-        # in one warp four threads read a row of a tile, four times 16 bytes each
-        KB=64 // state.element_size() if launch.num_warps == 1 else 32,
-        PAIR=0 if launch.num_warps > 1 else 1 if is_all_wide else 2,
+        # in one warp four threads read a row of a tile, each 16 bytes of what is widest
+        KB=16 if launch.num_warps == 1 and (is_wide or state.dtype is torch.float32) else 32,
+        PAIR=0 if launch.num_warps > 1 else 1 if is_wide and state.dtype is torch.float32 else 2,
         SPLIT_X=is_wide, SPLIT_STATE=state.dtype is torch.float32,
         num_warps=launch.num_warps, maxnreg=launch.max_registers,
     )  # fmt: skip

@@ -34,6 +34,8 @@ class WindowLaunch:
     """Warps of such a program; with one no state passes through shared memory."""
     weights_warps: int = 1
     """Warps of a program of the weights kernel."""
+    weights_registers: int | None = None
+    """Most registers of a thread of the weights kernel, None for the compiler's choice."""
     max_registers: int | None = None
     """Most registers of a thread of the stream kernel, None for the compiler's choice."""
 

@@ -14,14 +14,15 @@ little to read besides its state. With one decay per head x are the keys and que
 the stream kernel is through with the state before it needs a record: it is launched as a
 programmatic dependent of the weights kernel, and waits for that one only then.
 
-A record is the columns' factors [XP], or with a decay per channel x [XP, K] and the factors of the
-state's channels [K]; then r [NP, XP], M [XP, XP] and the fold's weights, as in `kernels.py`.
+A record is the columns' factors [XP]; with a decay per channel x [XP, K], decayed to where the ring
+ends, and the decays of the state's channels up to there [K]; then r^T [XP, NP], M^T [XP, XP] and the
+fold's weights, as in `kernels.py`.
 Mamba-2 is a delta rule whose keys read nothing and whose beta is 1.
 
 Decays are built up from the newest on, as in `kernels.py`.
 """
 
-# ruff: noqa: B007, PLR0912, RUF005
+# ruff: noqa: PLR0912, RUF005
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
@@ -56,15 +57,13 @@ def _aligned(x, PAIR: tl.constexpr):
 
 
 @triton.jit
-def _products(a, b, IS_SHORT: tl.constexpr):
-    """Return a @ b^T of vectors as they were read: products of 16 bits are exact."""
-    sums = tl.zeros([a.shape[0], b.shape[0]], tl.float32)
+def _products(a, b, sums, IS_SHORT: tl.constexpr):
+    """Add a @ b^T of vectors as they were read: products of 16 bits are exact."""
     if IS_SHORT:
         sums = tl.dot(a, tl.trans(b), acc=sums)
     else:
-        sums = _dot(
-            a.to(tl.float32), tl.trans(b.to(tl.float32)), sums, SPLIT_A=True, SPLIT_B=True
-        )  # fmt: skip
+        right = tl.trans(b.to(tl.float32))
+        sums = _dot(a.to(tl.float32), right, sums, SPLIT_A=True, SPLIT_B=True)
     return sums
 
 
@@ -91,23 +90,27 @@ def _ring_block(
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
+    KB: tl.constexpr,
     IS_PER_CHANNEL: tl.constexpr,
 ):
-    """Load 16 ring entries from the `first` on, the newest being 0: keys [16, K], and the decays
-    of each one's newer neighbour."""
+    """Load 16 ring entries from the `first` on, the newest being 0: keys in parts [16, KB], and the
+    decays of each one's newer neighbour, in such parts or [16]."""
     r = first + tl.arange(0, 16)
-    # four at a time, so that keys and decays are spread over threads alike
-    o_k = tl.max_contiguous(tl.arange(0, K), 4)
+    o_k = tl.max_contiguous(tl.arange(0, KB), 4)
     m_live = r < num_ring
     m_newer = m_live & (r > 0)
     entry = tl.load(entries + num_ring - 1 - r, mask=m_live, other=0)
     newer = tl.load(entries + num_ring - r, mask=m_newer, other=0)
-    keys = tl.load(p_keys + (entry * (H * K))[:, None] + o_k[None, :], mask=m_live[:, None], other=0)
-    if IS_PER_CHANNEL:
-        p_newer = p_g + (newer * (HV * K))[:, None] + o_k[None, :]
-        g_newer = tl.load(p_newer, mask=m_newer[:, None], other=0)
-    else:
-        g_newer = tl.load(p_g + newer * HV, mask=m_newer, other=0)
+    p_entry = p_keys + (entry * (H * K))[:, None] + o_k[None, :]
+    keys = ()
+    g_newer = ()
+    for c in tl.static_range(K // KB):
+        keys = keys + (tl.load(p_entry + c * KB, mask=m_live[:, None], other=0),)
+        if IS_PER_CHANNEL:
+            p_newer = p_g + (newer * (HV * K))[:, None] + (c * KB + o_k)[None, :]
+            g_newer = g_newer + (tl.load(p_newer, mask=m_newer[:, None], other=0),)
+    if not IS_PER_CHANNEL:
+        g_newer = (tl.load(p_g + newer * HV, mask=m_newer, other=0),)
     return keys, g_newer
 
 
@@ -116,7 +119,7 @@ def _store_scores(
     p_ring,  # pointer to the record's scores
     keys,
     g_newer,
-    since,  # sum of the decays that came before
+    since,  # sums of the decays that came before, in parts
     x,
     column,
     first,
@@ -127,23 +130,32 @@ def _store_scores(
     HAS_NORM: tl.constexpr,
     IS_SHORT: tl.constexpr,
 ):
-    """Store what 16 ring entries count for in each column; return the sum of decays by then."""
+    """Store what 16 ring entries count for in each column; return the sums of decays by then."""
     r = first + tl.arange(0, 16)
-    XP: tl.constexpr = x.shape[0]
+    XP: tl.constexpr = x[0].shape[0]
+    scores = tl.zeros([16, XP], tl.float32)
+    squares = tl.zeros([16, 16], tl.float32)
+    up_to = ()
+    for c in tl.static_range(len(keys)):
+        if HAS_NORM:
+            squares = _products(keys[c], keys[c], squares, IS_SHORT)
+        if IS_PER_CHANNEL:
+            decay = _decay(tl.cumsum(g_newer[c], 0) + since[c][None, :])
+            decayed = keys[c].to(tl.float32) * decay
+            scores = _dot(decayed, tl.trans(x[c]), scores, SPLIT_A=True, SPLIT_B=True)
+        else:
+            scores = _products(keys[c], x[c], scores, IS_SHORT)
+    for c in tl.static_range(len(g_newer)):
+        up_to = up_to + (since[c] + tl.sum(g_newer[c], 0),)
     factor = tl.full([16], 1.0, tl.float32)
     if HAS_NORM:
-        squares = _diagonal(_products(keys, keys, IS_SHORT))
-        factor = tl.rsqrt(tl.where(r < num_ring, squares + eps, 1.0))
-    if IS_PER_CHANNEL:
-        keys = keys.to(tl.float32) * _decay(tl.cumsum(g_newer, 0) + since[None, :])
-        scores = _dot(keys, tl.trans(x), tl.zeros([16, XP], tl.float32), True, True)
-    else:
-        factor *= _decay(tl.cumsum(g_newer, 0) + since)
-        scores = _products(keys, x, IS_SHORT)
+        factor = tl.rsqrt(tl.where(r < num_ring, _diagonal(squares) + eps, 1.0))
+    if not IS_PER_CHANNEL:
+        factor *= _decay(tl.cumsum(g_newer[0], 0) + since[0])
     scores *= factor[:, None] * column[None, :]
     p_scores = p_ring + (num_ring - 1 - r)[:, None] + (tl.arange(0, XP) * NP)[None, :]
     tl.store(p_scores, scores, mask=(r < num_ring)[:, None])
-    return since + tl.sum(g_newer, 0)
+    return up_to
 
 
 @triton.jit(do_not_specialize=["zero_entry"])
@@ -177,6 +189,7 @@ def _weights_kernel(
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
+    KB: tl.constexpr,  # key channels of a part
     SIZE: tl.constexpr,
     RING: tl.constexpr,  # where in a record the scores are
     HAS_TREE: tl.constexpr,
@@ -191,8 +204,10 @@ def _weights_kernel(
     i_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_key_head = i_head // (HV // H)
     XP: tl.constexpr = 2 * HALF
+    UNROLL: tl.constexpr = W if W <= 4 else 1
     o_x, o_n = tl.arange(0, XP), tl.arange(0, NP)
-    o_k = tl.max_contiguous(tl.arange(0, K), 4)
+    # four at a time, so that keys and decays are spread over threads alike
+    o_k = tl.max_contiguous(tl.arange(0, KB), 4)
     node = o_x % HALF
     m_key = o_x < W
     m_query = (o_x >= HALF) & (node < W)
@@ -201,17 +216,14 @@ def _weights_kernel(
     entries = ring_read + i_row * N
     entry = tl.load(entries + o_n, mask=o_n < N, other=zero_entry)
     p_key = k + i_row * k_stride + i_key_head * K
+    p_x = p_key + (node * k_token_stride)[:, None] + o_k[None, :]
     p_query = q + i_row * q_stride + i_key_head * K
+    p_query = p_query + (node * q_token_stride)[:, None] + o_k[None, :]
     p_g = log_decay + i_row * g_stride + i_head * (K if IS_PER_CHANNEL else 1)
-    p_keys = p_key + (node * k_token_stride)[:, None] + o_k[None, :]
-    keys = tl.load(p_keys, mask=m_key[:, None], other=0)
-    p_queries = p_query + (node * q_token_stride)[:, None] + o_k[None, :]
-    x = tl.load(p_queries, mask=m_query[:, None], other=keys)
-    p_node = p_g + node * g_token_stride
-    if IS_PER_CHANNEL:
-        g = tl.load(p_node[:, None] + o_k[None, :], mask=m_key[:, None], other=0)
-    else:
-        g = tl.load(p_node, mask=m_key, other=0)
+    x = ()
+    for c in tl.static_range(K // KB):
+        key = tl.load(p_x + c * KB, mask=m_key[:, None], other=0)
+        x = x + (tl.load(p_query + c * KB, mask=m_query[:, None], other=key),)
     b_beta = tl.full([XP], 1.0, tl.float32)
     if HAS_DELTA:
         p_beta = beta + i_row * beta_stride + i_head + node * beta_token_stride
@@ -224,98 +236,112 @@ def _weights_kernel(
     p_ring_keys = k_ring + i_key_head * K
     p_ring_g = g_ring + i_head * (K if IS_PER_CHANNEL else 1)
     ring_keys, g_newer = _ring_block(
-        p_ring_keys, p_ring_g, entries, 0, num_ring, H, HV, K, IS_PER_CHANNEL
+        p_ring_keys, p_ring_g, entries, 0, num_ring, H, HV, K, KB, IS_PER_CHANNEL
     )
     p_oldest = p_ring_g + tl.load(entries) * (HV * K if IS_PER_CHANNEL else HV)
-    g_oldest = tl.load(p_oldest + o_k) if IS_PER_CHANNEL else tl.load(p_oldest)
 
     # no entry that a row reads is one that it writes
-    p_written = p_ring_keys + (written * (H * K))[:, None] + o_k[None, :]
     m_written = m_key & (i_head % (HV // H) == 0)
-    tl.store(p_written, keys.to(k_ring.dtype.element_ty), mask=m_written[:, None])
-    if IS_PER_CHANNEL:
-        p_written = p_ring_g + (written * (HV * K))[:, None] + o_k[None, :]
-        tl.store(p_written, g, mask=m_key[:, None])
-    else:
-        tl.store(p_ring_g + written * HV, g, mask=m_key)
+    for c in tl.static_range(K // KB):
+        p_written = p_ring_keys + (written * (H * K))[:, None] + (c * KB + o_k)[None, :]
+        tl.store(p_written, x[c].to(k_ring.dtype.element_ty), mask=m_written[:, None])
 
     x_scale = tl.where(m_query, scale, 1.0)
+    pairs = tl.zeros([XP, XP], tl.float32)
     if HAS_NORM or not IS_PER_CHANNEL:
-        pairs = _products(x, x, IS_SHORT)
+        for c in tl.static_range(K // KB):
+            pairs = _products(x[c], x[c], pairs, IS_SHORT)
     if HAS_NORM:
-        squares = _diagonal(pairs)
-        x_scale *= tl.rsqrt(tl.where(m_key | m_query, squares + eps, 1.0))
+        x_scale *= tl.rsqrt(tl.where(m_key | m_query, _diagonal(pairs) + eps, 1.0))
 
-    # pairs [node, column], node by node from the last: `since` is a column's decay from there on
-    is_from = tl.zeros([XP, XP], tl.int32)
+    # decays up to each column from where the ring ends, and what the ring is for it
+    record = records + (i_row * HV + i_head) * SIZE
+    column = x_scale if HAS_DELTA else tl.where(m_key, 0.0, x_scale)
+    decayed_x = ()
+    past = ()
     if IS_PER_CHANNEL:
-        x = x.to(tl.float32)
+        for c in tl.static_range(K // KB):
+            since = tl.full([XP, KB], 1.0, tl.float32)
+            for j in tl.range(0, W, num_stages=1, loop_unroll_factor=UNROLL):
+                g = tl.load(p_g + j * g_token_stride + c * KB + o_k)
+                i_entry = tl.load(ring_write + i_row * W + j)
+                tl.store(p_ring_g + i_entry * (HV * K) + c * KB + o_k, g)
+                is_above = _is_above(bits, node, j, HAS_TREE)
+                since *= tl.where(is_above[:, None], _decay(g)[None, :], 1.0)
+            decayed_x = decayed_x + (x[c].to(tl.float32) * since,)
+            tl.store(record + XP + (o_x * K)[:, None] + (c * KB + o_k)[None, :], decayed_x[c])
+            past = past + (o_k * 0.0,)
+    else:
+        since = tl.zeros([XP], tl.float32)
+        for j in tl.range(0, W, num_stages=1, loop_unroll_factor=UNROLL):
+            g = tl.load(p_g + j * g_token_stride)
+            tl.store(p_ring_g + tl.load(ring_write + i_row * W + j) * HV, g)
+            since += tl.where(_is_above(bits, node, j, HAS_TREE), g, 0.0)
+        decayed_x = x
+        column *= _decay(since)
+        past = (0.0,)
+    past = _store_scores(
+        record + RING, ring_keys, g_newer, past, decayed_x, column, 0, num_ring, eps,
+        NP, IS_PER_CHANNEL, HAS_NORM, IS_SHORT,
+    )  # fmt: skip
+    for first in tl.range(16, num_ring, 16, num_stages=1):
+        ring_keys, g_newer = _ring_block(
+            p_ring_keys, p_ring_g, entries, first, num_ring, H, HV, K, KB, IS_PER_CHANNEL
+        )
+        past = _store_scores(
+            record + RING, ring_keys, g_newer, past, decayed_x, column, first, num_ring, eps,
+            NP, IS_PER_CHANNEL, HAS_NORM, IS_SHORT,
+        )  # fmt: skip
+    if IS_PER_CHANNEL:
+        for c in tl.static_range(K // KB):
+            g_oldest = tl.load(p_oldest + c * KB + o_k)
+            tl.store(record + XP * (1 + K) + c * KB + o_k, _decay(past[c] + g_oldest))
+    else:
+        column *= _decay(past[0] + tl.load(p_oldest))
+    tl.store(record + o_x, column)
+
+    # pairs [node, column], node by node from the last: `since` is the decay from there on
+    is_from = tl.zeros([XP, XP], tl.int32)
+    for j in tl.range(0, W, num_stages=1, loop_unroll_factor=UNROLL):
+        is_above = _is_above(bits, node, j, HAS_TREE)
+        is_from = tl.where(o_x[:, None] == j, is_above.to(tl.int32)[None, :], is_from)
+    if IS_PER_CHANNEL:
         pairs = tl.zeros([XP, XP], tl.float32)
-        since = tl.full([XP, K], 1.0, tl.float32)
+        for c in tl.static_range(K // KB):
+            since = x[c].to(tl.float32)
+            for i in tl.range(0, W, num_stages=1, loop_unroll_factor=UNROLL):
+                last = W - 1 - i
+                o_c = c * KB + o_k
+                b_key = tl.load(p_key + last * k_token_stride + o_c).to(tl.float32)
+                score = tl.sum(since * b_key[None, :], 1)
+                pairs += tl.where(o_x[:, None] == last, score[None, :], 0.0)
+                decay = _decay(tl.load(p_g + last * g_token_stride + o_c))
+                is_above = _is_above(bits, node, last, HAS_TREE)
+                since *= tl.where(is_above[:, None], decay[None, :], 1.0)
     else:
         exponents = tl.zeros([XP, XP], tl.float32)
         since = tl.zeros([XP], tl.float32)
-    for i in tl.range(0, W, num_stages=1, loop_unroll_factor=W if W <= 4 else 1):
-        last = W - 1 - i
-        is_above = _is_above(bits, node, last, HAS_TREE)
-        g_last = tl.load(p_g + last * g_token_stride + (o_k if IS_PER_CHANNEL else 0))
-        is_last = o_x[:, None] == last
-        is_from = tl.where(is_last, is_above.to(tl.int32)[None, :], is_from)
-        if IS_PER_CHANNEL:
-            key = tl.load(p_key + last * k_token_stride + o_k).to(tl.float32)
-            score = tl.sum(x * since * key[None, :], 1)
-            pairs = tl.where(is_last, score[None, :], pairs)
-            since *= tl.where(is_above[:, None], _decay(g_last)[None, :], 1.0)
-        else:
-            exponents = tl.where(is_last, since[None, :], exponents)
-            since += tl.where(is_above, g_last, 0.0)
+        for i in tl.range(0, W, num_stages=1, loop_unroll_factor=UNROLL):
+            last = W - 1 - i
+            exponents = tl.where(o_x[:, None] == last, since[None, :], exponents)
+            is_above = _is_above(bits, node, last, HAS_TREE)
+            since += tl.where(is_above, tl.load(p_g + last * g_token_stride), 0.0)
+        pairs *= _decay(exponents)
     m_to = m_query[None, :]
     if HAS_DELTA:
         m_to |= m_key[None, :] & (node[None, :] != o_x[:, None])
     sign = tl.where(m_key, -b_beta, tl.where(m_query, 1.0, 0.0))
     pairs *= x_scale[:, None] * (sign * x_scale)[None, :]
-    if not IS_PER_CHANNEL:
-        pairs *= _decay(exponents)
     pairs = tl.where(m_to & (is_from != 0), pairs, 0.0)
 
     # solved on the identity: all columns gain node j's d times its pair
     mixed = tl.where(o_x[:, None] == o_x[None, :], 1.0, 0.0)
-    for j in tl.range(0, W, num_stages=1, loop_unroll_factor=W if W <= 4 else 1):
+    for j in tl.range(0, W, num_stages=1, loop_unroll_factor=UNROLL):
         d = tl.sum(tl.where(o_x[None, :] == j, mixed, 0.0), 1)
         later = tl.sum(tl.where(o_x[:, None] == j, pairs, 0.0), 0)
         mixed += d[:, None] * later[None, :]
-    record = records + (i_row * HV + i_head) * SIZE
     p_mixed = record + RING + NP * XP + (o_x * XP)[None, :] + o_x[:, None]
     tl.store(p_mixed, mixed * sign[:, None])
-
-    column = x_scale
-    if not HAS_DELTA:
-        column = tl.where(m_key, 0.0, column)
-    if IS_PER_CHANNEL:
-        x *= since * column[:, None]
-        tl.store(record + (o_x * K)[:, None] + o_k[None, :], x)
-        column = tl.full([XP], 1.0, tl.float32)
-        past = o_k * 0.0
-    else:
-        column *= _decay(since)
-        past = 0.0
-    past = _store_scores(
-        record + RING, ring_keys, g_newer, past, x, column, 0, num_ring, eps,
-        NP, IS_PER_CHANNEL, HAS_NORM, IS_SHORT,
-    )  # fmt: skip
-    for first in tl.range(16, num_ring, 16, num_stages=1):
-        ring_keys, g_newer = _ring_block(
-            p_ring_keys, p_ring_g, entries, first, num_ring, H, HV, K, IS_PER_CHANNEL
-        )
-        past = _store_scores(
-            record + RING, ring_keys, g_newer, past, x, column, first, num_ring, eps,
-            NP, IS_PER_CHANNEL, HAS_NORM, IS_SHORT,
-        )  # fmt: skip
-    if IS_PER_CHANNEL:
-        tl.store(record + XP * K + o_k, _decay(past + g_oldest))
-    else:
-        tl.store(record + o_x, column * _decay(past + g_oldest))
-
     if tl.load(fold_mask + i_row * N) != 0:
         _fold_weights(
             record + RING + (NP + XP) * XP, k_ring, g_ring, entries, fold_mask + i_row * N,
@@ -342,7 +368,15 @@ def _interleaved(a, b):
 
 
 @triton.jit
-def _ring_parts(p_d, entries, zero_entry, o_v, N: tl.constexpr, NP: tl.constexpr, STRIDE: tl.constexpr):
+def _ring_parts(
+    p_d,  # pointer to the head's d
+    entries,
+    zero_entry,
+    o_v,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    STRIDE: tl.constexpr,  # of an entry
+):
     """Load d of the ring's entries in parts [BV, 4] of every fourth of 16: a thread of a row's four
     then has four entries in sequence, as it has channels of the state."""
     o_n = 4 * tl.arange(0, 4)
@@ -417,7 +451,7 @@ def _window_stream_kernel(
     for c in tl.static_range(K // KB):
         tiles = tiles + (tl.load(p_state + o_v[:, None] * K + (c * KB + o_k)[None, :]),)
     # apart, so that eight threads share the 32 bytes of a part's column
-    o_apart = tl.max_contiguous(tl.program_id(0) % (V // BV) * BV + tl.arange(0, BV), 1)
+    o_apart = tl.program_id(0) % (V // BV) * BV + tl.max_contiguous(tl.arange(0, BV), 1)
     ring_d = _ring_parts(d_ring + i_head * V, entries, zero_entry, o_apart, N, NP, HV * V)
     # the vectors come later, or sums would begin before all of the state is asked for
     tl.debug_barrier()
@@ -449,11 +483,10 @@ def _window_stream_kernel(
     if IS_PER_CHANNEL:
         for c in tl.static_range(K // KB):
             o_c = c * KB + o_k
-            vectors = tl.load(record + (o_x * K)[:, None] + o_c[None, :])
-            vectors *= tl.load(record + XP * K + o_c)[None, :]
-            y = _read(tiles[c], vectors, y, PAIR, SPLIT_STATE, True)
-    else:
-        y *= tl.load(record + o_x)[None, :]
+            vectors = tl.load(record + XP + (o_x * K)[:, None] + o_c[None, :])
+            vectors *= tl.load(record + XP * (1 + K) + o_c)[None, :]
+            y = _read(tiles[c], vectors, y, PAIR, SPLIT_STATE, SPLIT_X)
+    y *= tl.load(record + o_x)[None, :]
     for i in tl.static_range(NP // 16):
         d = tl.join(
             tl.join(ring_d[4 * i], ring_d[4 * i + 2]), tl.join(ring_d[4 * i + 1], ring_d[4 * i + 3])
