@@ -32,7 +32,7 @@ from gapless.ops.linear_replay.tuning import (
     launch_of,
     window_launch_of,
 )
-from gapless.ops.linear_replay.window_kernels import _weights_kernel, _window_stream_kernel
+from gapless.ops.linear_replay.window_kernels import _window_scores_kernel, _window_stream_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -234,7 +234,7 @@ def _run_window(
         "SIZE": size, "RING": head, "W": width, "HALF": half, **chained(q),
     }  # fmt: skip
     gates = (q if beta is None else beta, log_decay)
-    _weights_kernel[value_heads, rows](
+    _window_scores_kernel[value_heads, rows](
         q, k, *gates, ring_read if ancestors is None else ancestors.contiguous(), records,
         memory.k_ring, memory.g_ring, ring_read, ring_write, fold_mask,
         *(stride for x in (q, k, *gates) for stride in x.stride()[:2]),

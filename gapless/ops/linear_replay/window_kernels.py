@@ -15,9 +15,9 @@ the stream kernel is through with the state before it needs a record: it is laun
 programmatic dependent of the weights kernel, and waits for that one only then.
 
 A record is the columns' factors [XP]; with a decay per channel x [XP, K], decayed to where the ring
-ends, and the decays of the state's channels up to there [K]; then r^T [XP, NP], M^T [XP, XP] and the
-fold's weights, as in `kernels.py`.
-Mamba-2 is a delta rule whose keys read nothing and whose beta is 1.
+ends, and the decays of the state's channels up to there [K]; then r^T [XP, NP], M^T [XP, XP] and
+the fold's weights, as in `kernels.py`. Mamba-2 is a delta rule whose keys read nothing and whose
+beta is 1.
 
 Decays are built up from the newest on, as in `kernels.py`.
 """
@@ -159,7 +159,7 @@ def _store_scores(
 
 
 @triton.jit(do_not_specialize=["zero_entry"])
-def _weights_kernel(
+def _window_scores_kernel(
     q,
     k,
     beta,
