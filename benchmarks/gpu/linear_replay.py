@@ -589,7 +589,9 @@ def candidates(case: Case, bucket: int) -> list[Launch] | list[WindowLaunch]:
 
 def window_candidates(case: Case) -> list[WindowLaunch]:
     """Return the settings of windows that are tried; fewer where others tell as much."""
-    found = [WindowLaunch(16), WindowLaunch(32), WindowLaunch(32, 2)]
+    # wider windows with a decay per channel overflow the registers of one warp
+    weights = 2 if case.recurrence is KDA and case.width > 4 else 1
+    found = [WindowLaunch(bv, warps, weights) for bv, warps in ((16, 1), (32, 1), (32, 2))]
     if case.width == 4 and case.state_dtype is FP32:
         found += [WindowLaunch(16, weights_warps=warps) for warps in (2, 4)]
         found += [WindowLaunch(16, max_registers=128), WindowLaunch(64, 2)]

@@ -1,8 +1,8 @@
 """Triton path of the replay window: chains and trees of 1 to 16 tokens, fp32 state or bf16.
 
 Same functions and meaning as `reference.py`. The ring entry of zeros is the rings' last one, so
-that it is recognised and not read. Chains of several tokens under a delta rule take one launch
-where the state is fp32 (`chain_kernel.py`), all else two (`kernels.py`).
+that it is recognised and not read. Windows of several tokens take the two launches of
+`window_kernels.py`, one token those of `kernels.py`; a launch given by hand may choose others.
 """
 
 from __future__ import annotations
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 MAX_WIDTH = 16
 MAX_REPLAYED = 128
-# ring entries that a fold leaves, of what the kernel of chains holds
-MAX_LIVE = 64
 # a fold of more takes matrix units
 FEW_ENTRIES = 4
 # value heads of a program that weighs one token
@@ -98,7 +96,7 @@ def replay_window(
     ancestors: Tensor | None = None,  # [B, W] int64 bits
     launch: Launch | ChainLaunch | WindowLaunch | None = None,
 ) -> Tensor:  # [B, W, HV, V] in q's dtype
-    """Run one window as `reference.replay_window` does; one launch or two, no sync.
+    """Run one window as `reference.replay_window` does; two launches, no sync.
 
     Arguments may be views whose last two axes are contiguous; others are copied. `launch` defaults
     to the tuned one, and says by its type which kernels run. Sums of one token are fp32; those of a
