@@ -51,6 +51,8 @@ CLASSES = (
         (
             "_token_weights",
             "_window_weights",
+            "_window_scores",
+            "_window_stream",
             "_fold",
             "_stream",
             "_chain",

@@ -1,7 +1,7 @@
 """The replay window and materialize on a GPU: right first, then how fast.
 
-    python -m benchmarks.gpu.linear_replay [--check] [--quick] [--measure] [--sweep] [--dump]
-        [--output figures.json]
+    python -m benchmarks.gpu.linear_replay [--check] [--quick] [--windows] [--measure] [--sweep]
+        [--dump] [--output figures.json]
 
 Checks compare with float64 on poisoned memory. Times are those of CUDA graphs that hold one launch
 per layer, with so many layers that none is found in the L2 cache. Rows stand at mixed ring
@@ -9,7 +9,8 @@ positions, and all advance between replays as in decoding, so folds come at thei
 figure is the mean over the steps of one cycle of L, each step the median of several passes. The
 floor of a step is what its rows must move: the state once, once more where a row folds, the ring
 entries that a row holds, its window's entries, inputs and outputs. `--quick` checks and measures
-the main shapes, `--measure` all; `--dump` shows for the stream kernels how the machine code orders
+the main shapes, `--measure` all; `--windows` checks and times the settings of chains of several
+tokens, and what they replace; `--dump` shows for the stream kernels how the machine code orders
 its reads and the wait for the weights.
 """
 
@@ -30,7 +31,16 @@ from gapless.core.architecture import Recurrence
 from gapless.ops.linear_replay import ReplayIndices, ReplayMemory, reference
 from gapless.ops.linear_replay import triton as kernels
 from gapless.ops.linear_replay.kernels import _stream_kernel
-from gapless.ops.linear_replay.tuning import Launch, kernel_of, launch_of
+from gapless.ops.linear_replay.tuning import (
+    ChainLaunch,
+    Launch,
+    WindowLaunch,
+    chain_launch_of,
+    kernel_of,
+    launch_of,
+    window_launch_of,
+)
+from gapless.ops.linear_replay.window_kernels import _window_stream_kernel
 from gapless.ops.step_metadata import Geometry, SlotColumns, StepConstants, window_indices
 
 if TYPE_CHECKING:
@@ -38,6 +48,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+AnyLaunch = Launch | ChainLaunch | WindowLaunch
 # bytes per second over 4 GiB on an H200: a sum, and an update in place
 READ_BANDWIDTH = 4.39e12
 UPDATE_BANDWIDTH = 4.23e12
@@ -114,14 +125,22 @@ class Case:
         gate_bytes = 4 * self.value_heads * num_gates
         return 4 * self.key_heads * DIM + value_bytes + gate_bytes, value_bytes
 
-    def launch(self, rows: int) -> Launch:
+    def launch(self, rows: int) -> Launch | WindowLaunch:
         """Return the pinned settings."""
+        is_per_channel = self.recurrence is KDA
+        if self.width > 1:
+            return window_launch_of(self.width, rows=rows, is_per_channel=is_per_channel)
+        state_bytes = self.state_dtype.itemsize
         return launch_of(
-            self.kernel,
-            rows=rows,
-            is_per_channel=self.recurrence is KDA,
-            state_bytes=self.state_dtype.itemsize,
+            self.kernel, rows=rows, is_per_channel=is_per_channel, state_bytes=state_bytes
         )
+
+    def replaced(self, rows: int) -> Launch | ChainLaunch:
+        """Return the settings of the kernels of chains that `window_kernels.py` replaces."""
+        is_per_channel = self.recurrence is KDA
+        if self.state_dtype is FP32:
+            return chain_launch_of(self.width, rows=rows, is_per_channel=is_per_channel)
+        return launch_of("window", rows=rows, is_per_channel=is_per_channel, state_bytes=2)
 
     def __str__(self) -> str:
         state = str(self.state_dtype).removeprefix("torch.")
@@ -262,7 +281,7 @@ def call(
     inputs: Inputs,
     memory: ReplayMemory,
     indices: ReplayIndices,
-    launch: Launch | None = None,
+    launch: AnyLaunch | None = None,
 ) -> Tensor:
     """Call the kernels."""
     return kernels.replay_window(
@@ -313,7 +332,9 @@ def check(device: torch.device) -> list[dict[str, Any]]:
     return found
 
 
-def _step_results(case: Case, rows: int, device: torch.device) -> list[dict[str, Any]]:
+def _step_results(
+    case: Case, rows: int, device: torch.device, launch: AnyLaunch | None = None
+) -> list[dict[str, Any]]:
     decoding = Decoding(case, rows, device, padded=1)
     for _ in range(3):
         decoding.advance()
@@ -327,7 +348,7 @@ def _step_results(case: Case, rows: int, device: torch.device) -> list[dict[str,
     wanted = call_definition(case, inputs, exact, decoding.indices)
     before = memory.checkpoint.clone()
     indices = decoding.indices
-    out = call(case, inputs, memory, indices)
+    out = call(case, inputs, memory, indices, launch)
     written = indices.ring_write[:rows].flatten()
     folded = indices.fold_rows[:rows][indices.fold_mask[:rows].any(1)]
     before[folded] = memory.checkpoint[folded]
@@ -336,7 +357,7 @@ def _step_results(case: Case, rows: int, device: torch.device) -> list[dict[str,
     copied = _differing(memory.k_ring[written], inputs.k[:rows].flatten(0, 1))
     copied += _differing(memory.g_ring[written], inputs.log_decay[:rows].flatten(0, 1))
     d_error = relative(memory.d_ring[written], exact.d_ring[written])
-    label = f"{case} B={rows}"
+    label = f"{case} B={rows}" + ("" if launch is None else f" {launch}")
     results = [
         result(f"{label} out", relative(out[:rows], wanted[:rows]), OUT_BOUND),
         result(f"{label} d", d_error, D_BOUND),
@@ -400,14 +421,14 @@ def _differing(a: Tensor, b: Tensor) -> int:
     return int((a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).sum())
 
 
-def compile_all(wanted: Sequence[tuple[Case, Launch]]) -> None:
+def compile_all(wanted: Sequence[tuple[Case, AnyLaunch]]) -> None:
     """Compile kernels in parallel processes, which leave them in Triton's cache."""
     context = get_context("spawn")
     with ProcessPoolExecutor(COMPILERS, mp_context=context) as pool:
         list(pool.map(_compile, dict.fromkeys(wanted)))
 
 
-def _compile(wanted: tuple[Case, Launch]) -> None:
+def _compile(wanted: tuple[Case, AnyLaunch]) -> None:
     case, launch = wanted
     device = torch.device("cuda")
     decoding = Decoding(case, 1, device)
@@ -430,11 +451,11 @@ class Timing:
         self.layers = [self.decoding.memory() for _ in range(count)]
         self.inputs = Inputs.draw(case, rows, device)
 
-    def us(self, launch: Launch | None = None) -> float:
+    def us(self, launch: AnyLaunch | None = None) -> float:
         """Return microseconds per step, folds at their true rate."""
         return self._cycle(launch)[0]
 
-    def _cycle(self, launch: Launch | None = None) -> tuple[float, float, float]:
+    def _cycle(self, launch: AnyLaunch | None = None) -> tuple[float, float, float]:
         """Return mean microseconds per step over a cycle, and bytes read and written."""
 
         def run(memory: ReplayMemory) -> Tensor:
@@ -453,9 +474,9 @@ class Timing:
         read, write = map(statistics.fmean, zip(*moved, strict=True))
         return statistics.fmean(map(statistics.median, times)), read, write
 
-    def row(self) -> dict[str, Any]:
-        """Time the pinned settings."""
-        us, read, write = self._cycle()
+    def row(self, launch: AnyLaunch | None = None) -> dict[str, Any]:
+        """Time the pinned settings, or others."""
+        us, read, write = self._cycle(launch)
         # a write goes with a read of the same size, at the rate of an update in place
         floor = (read - write) / READ_BANDWIDTH + 2 * write / UPDATE_BANDWIDTH
         return {
@@ -553,22 +574,66 @@ STREAMS: dict[str, tuple[list[tuple[int, int]], ...]] = {
         [(16, 1), (32, 1), (64, 4)],
         [(16, 1), (32, 1), (64, 2)],
     ),
-    "window": (
-        [(8, 1), (16, 2), (32, 4)],
-        [(16, 1), (32, 2), (64, 4)],
-        [(16, 1), (32, 2), (64, 4)],
-    ),
 }
 
 
-def candidates(kernel: str, bucket: int) -> list[Launch]:
+def candidates(case: Case, bucket: int) -> list[Launch] | list[WindowLaunch]:
     """Return the settings that are tried: one part of the pinned ones changed at a time."""
-    dots = (False, True) if kernel == "window" else (False,)
-    weights = (1, 2, 4) if kernel != "window" else (2, 4, 8)
-    streams = STREAMS[kernel][bucket]
-    found = [Launch(*stream, 4, has_dots=has_dots) for stream, has_dots in product(streams, dots)]
-    found += [Launch(*streams[1], warps, has_dots=dots[-1]) for warps in weights]
+    if case.width > 1:
+        return window_candidates(case)
+    streams = STREAMS[case.kernel][bucket]
+    found = [Launch(*stream, 4) for stream in streams]
+    found += [Launch(*streams[1], warps) for warps in (1, 2)]
     return list(dict.fromkeys(found))
+
+
+def window_candidates(case: Case) -> list[WindowLaunch]:
+    """Return the settings of windows that are tried; fewer where others tell as much."""
+    # wider windows with a decay per channel overflow the registers of one warp
+    weights = 2 if case.recurrence is KDA and case.width > 4 else 1
+    found = [WindowLaunch(bv, warps, weights) for bv, warps in ((16, 1), (32, 1), (32, 2))]
+    if case.width == 4 and case.state_dtype is FP32:
+        found += [WindowLaunch(16, weights_warps=warps) for warps in (2, 4)]
+        found += [WindowLaunch(16, max_registers=128), WindowLaunch(64, 2)]
+        if case.recurrence is KDA:
+            found += [WindowLaunch(16, weights_registers=most) for most in (128, 168)]
+    return list(dict.fromkeys(found))
+
+
+# chains of several tokens: W, tokens accepted
+WINDOW_SHAPES = ((4, 3), (2, 2), (8, 5))
+WINDOW_ROWS = (1, 8, 64, 128)
+
+
+def windows(device: torch.device) -> list[dict[str, Any]]:
+    """Check and time the settings of chains of several tokens, and what they replace."""
+    chosen = [
+        Case(recurrence, width, 16, accepted, dtype)
+        for (width, accepted), dtype, recurrence in product(WINDOW_SHAPES, (FP32, BF16), (GDN, KDA))
+        if dtype is FP32 or width == 4
+    ]
+    tried: dict[Case, list[WindowLaunch]] = {case: window_candidates(case) for case in chosen}
+    wanted: list[tuple[Case, AnyLaunch]] = [(case, x) for case in chosen for x in tried[case]]
+    compile_all(wanted + [(case, case.replaced(rows)) for case in chosen for rows in WINDOW_ROWS])
+    torch.manual_seed(0)
+    checks = [
+        found
+        for case, launch in wanted
+        for found in _step_results(case, WINDOW_ROWS[1], device, launch)
+    ]
+    wrong = [found for found in checks if not found["ok"]]
+    if wrong:
+        return wrong
+    figures = []
+    for case, rows in product(chosen, WINDOW_ROWS):
+        timing = Timing(case, rows, device)
+        found = [timing.row(x) | {"settings": str(x)} for x in (case.replaced(rows), *tried[case])]
+        best = min(found, key=lambda row: float(row["us"]))
+        times = " ".join(f"{row['us']:.1f}" for row in found)
+        floor = found[0]["floor_us"]
+        print(f"{case} B={rows}: {times}; floor {floor:.1f}, best {best['settings']}", flush=True)
+        figures += found
+    return figures
 
 
 def sweep(device: torch.device) -> list[dict[str, Any]]:
@@ -578,16 +643,17 @@ def sweep(device: torch.device) -> list[dict[str, Any]]:
     """
     torch.manual_seed(0)
     swept = [case for case in cases() if case.state_dtype is FP32]
-    wanted = [
-        (case, launch)
-        for case, bucket in product(swept, range(len(SIZES)))
-        for launch in candidates(case.kernel, bucket)
-    ]
-    compile_all(wanted)
+    compile_all(
+        [
+            (case, launch)
+            for case, bucket in product(swept, range(len(SIZES)))
+            for launch in candidates(case, bucket)
+        ]
+    )
     found = []
     for case, (bucket, rows) in product(swept, enumerate(SIZES)):
         timing = Timing(case, rows, device)
-        times = {launch: timing.us(launch) for launch in candidates(case.kernel, bucket)}
+        times = {launch: timing.us(launch) for launch in candidates(case, bucket)}
         ranked = sorted(times, key=times.__getitem__)
         best = ", ".join(f"{times[x]:.2f} {tuple(asdict(x).values())}" for x in ranked[:4])
         pinned = tuple(asdict(case.launch(rows)).values())
@@ -603,7 +669,12 @@ def dump(device: torch.device) -> list[dict[str, Any]]:
         _compile((case, case.launch(64)))
     kinds = r"\b(LDG|ACQBULK|STG|LDS|STS|LDL|STL|BAR|HMMA|FFMA)\b"
     found = []
-    for compiled in _stream_kernel.device_caches[device.index or 0][0].values():
+    streams = [
+        compiled
+        for kernel in (_stream_kernel, _window_stream_kernel)
+        for compiled in kernel.device_caches[device.index or 0][0].values()
+    ]
+    for compiled in streams:
         runs = [
             f"{k} x{len(list(run))}" for k, run in groupby(re.findall(kinds, compiled.asm["sass"]))
         ]
@@ -617,7 +688,14 @@ def dump(device: torch.device) -> list[dict[str, Any]]:
     return found
 
 
-RUNS = {"check": check, "dump": dump, "quick": quick, "sweep": sweep, "measure": measure}
+RUNS = {
+    "check": check,
+    "dump": dump,
+    "quick": quick,
+    "windows": windows,
+    "sweep": sweep,
+    "measure": measure,
+}
 
 if __name__ == "__main__":
     raise SystemExit(main(__doc__, RUNS))

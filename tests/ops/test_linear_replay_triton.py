@@ -22,7 +22,7 @@ from gapless.core.architecture import Recurrence
 from gapless.ops import linear_replay
 from gapless.ops.draft_tree import ancestor_bits
 from gapless.ops.linear_replay import ReplayIndices, ReplayMemory, reference, triton
-from gapless.ops.linear_replay.tuning import Launch
+from gapless.ops.linear_replay.tuning import ChainLaunch, Launch, WindowLaunch
 from tests.ops.step_recurrence import Tokens, same_bits, step
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
     state_dtype: torch.dtype = torch.float32
     eps: float | None = EPS
-    launch: Launch | None = None
+    launch: Launch | ChainLaunch | WindowLaunch | None = None
     is_tree: bool = False
 
     @property
@@ -322,6 +322,17 @@ def test_both_ways_to_sum_agree_with_definition(
 ) -> None:
     shape = Shape(recurrence, width, 6, value_heads=1, key_dim=64, launch=launch)
     check_step(shape, lengths_of(shape))
+
+
+@pytest.mark.parametrize(
+    ("recurrence", "launch"),
+    [(GDN, ChainLaunch(16, 32)), (KDA, ChainLaunch(32, 32)), (KDA, WindowLaunch(32, 2, 2))],
+)
+def test_other_launches_of_chains_agree_with_definition(
+    recurrence: Recurrence, launch: ChainLaunch | WindowLaunch
+) -> None:
+    shape = Shape(recurrence, 3, value_heads=1, key_dim=64, launch=launch)
+    check_step(shape, lengths_of(shape)[1:4])
 
 
 VARIANTS: list[dict[str, Any]] = [

@@ -1,8 +1,8 @@
 """Triton path of the replay window: chains and trees of 1 to 16 tokens, fp32 state or bf16.
 
 Same functions and meaning as `reference.py`. The ring entry of zeros is the rings' last one, so
-that it is recognised and not read. Chains of several tokens under a delta rule take one launch
-where the state is fp32 (`chain_kernel.py`), all else two (`kernels.py`).
+that it is recognised and not read. Windows of several tokens take the two launches of
+`window_kernels.py`, one token those of `kernels.py`; a launch given by hand may choose others.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from gapless.ops.linear_replay.tuning import (
     MATERIALIZE,
     ChainLaunch,
     Launch,
-    chain_launch_of,
+    WindowLaunch,
     kernel_of,
     launch_of,
+    window_launch_of,
 )
+from gapless.ops.linear_replay.window_kernels import _window_scores_kernel, _window_stream_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,8 +41,6 @@ if TYPE_CHECKING:
 
 MAX_WIDTH = 16
 MAX_REPLAYED = 128
-# ring entries that a fold leaves, of what the kernel of chains holds
-MAX_LIVE = 64
 # a fold of more takes matrix units
 FEW_ENTRIES = 4
 # value heads of a program that weighs one token
@@ -94,9 +94,9 @@ def replay_window(
     l2norm_eps: float | None,
     scale: float,
     ancestors: Tensor | None = None,  # [B, W] int64 bits
-    launch: Launch | ChainLaunch | None = None,
+    launch: Launch | ChainLaunch | WindowLaunch | None = None,
 ) -> Tensor:  # [B, W, HV, V] in q's dtype
-    """Run one window as `reference.replay_window` does; one launch or two, no sync.
+    """Run one window as `reference.replay_window` does; two launches, no sync.
 
     Arguments may be views whose last two axes are contiguous; others are copied. `launch` defaults
     to the tuned one, and says by its type which kernels run. Sums of one token are fp32; those of a
@@ -110,11 +110,8 @@ def replay_window(
     _assert_contiguous(memory)
     state = memory.checkpoint
     is_per_channel = recurrence is Recurrence.KIMI_DELTA
-    # the kernel of chains reads a fold back out of memory, where bf16 has rounded it
-    has_exact_fold = state.dtype is torch.float32
-    is_chain = width > 1 and beta is not None and ancestors is None and has_exact_fold
-    if launch is None and is_chain and num_replayed - width <= MAX_LIVE:
-        launch = chain_launch_of(width, rows=rows, is_per_channel=is_per_channel)
+    if launch is None and width > 1:
+        launch = window_launch_of(width, rows=rows, is_per_channel=is_per_channel)
     launch = launch or launch_of(
         kernel_of(width, num_replayed),
         rows=rows, is_per_channel=is_per_channel, state_bytes=state.element_size(),
@@ -125,6 +122,11 @@ def replay_window(
         assert beta is not None, "a chain of a delta rule has beta"
         inputs = (q, k, v, beta, log_decay)
         return _run_chain(inputs, memory, indices, launch, l2norm_eps=l2norm_eps, scale=scale)
+    if isinstance(launch, WindowLaunch):
+        return _run_window(
+            (q, k, v, beta, log_decay), memory, indices, launch,
+            l2norm_eps=l2norm_eps, scale=scale, ancestors=ancestors,
+        )  # fmt: skip
     columns = width if beta is None else 2 * width
     least_entries = 16 if width > 1 or num_replayed > FEW_ENTRIES else 1
     shape = _Shape(num_replayed, least_entries, columns, width, memory)
@@ -199,6 +201,62 @@ def _run_chain(
         SPLIT_X=is_per_channel or q.dtype is torch.float32,
         SPLIT_STATE=state.dtype is torch.float32,
         num_warps=launch.num_warps, num_stages=1, maxnreg=launch.max_registers, **chained(q),
+    )  # fmt: skip
+    return out
+
+
+def _run_window(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],  # q, k, v, beta, log_decay
+    memory: ReplayMemory,
+    indices: ReplayIndices,
+    launch: WindowLaunch,
+    *,
+    l2norm_eps: float | None,
+    scale: float,
+    ancestors: Tensor | None,
+) -> Tensor:
+    q, k, v, beta, log_decay = inputs
+    rows, width, _, key_dim = q.shape
+    value_heads, value_dim = v.shape[2:]
+    is_per_channel = log_decay.shape[3] > 1
+    half = max(4, 1 << (width - 1).bit_length())
+    shape = _Shape(indices.ring_read.shape[1], 16, 0, 0, memory)
+    # the columns' factors, then with a decay per channel x and the state's decays
+    head = 2 * half + (2 * half + 1) * key_dim * is_per_channel
+    size = head + 2 * half * (shape.entries + 2 * half) + shape.size
+    records = torch.empty((rows, value_heads, size), dtype=torch.float32, device=q.device)
+    ring_read, ring_write = indices.ring_read.contiguous(), indices.ring_write.contiguous()
+    fold_mask = indices.fold_mask.contiguous().view(torch.uint8)
+    zero_entry = memory.d_ring.shape[0] - 1
+    settings = shape.settings() | {
+        "SIZE": size, "RING": head, "W": width, "HALF": half, **chained(q),
+    }  # fmt: skip
+    gates = (q if beta is None else beta, log_decay)
+    _window_scores_kernel[value_heads, rows](
+        q, k, *gates, ring_read if ancestors is None else ancestors.contiguous(), records,
+        memory.k_ring, memory.g_ring, ring_read, ring_write, fold_mask,
+        *(stride for x in (q, k, *gates) for stride in x.stride()[:2]),
+        zero_entry, scale, 0.0 if l2norm_eps is None else l2norm_eps,
+        **settings, HAS_TREE=ancestors is not None, HAS_DELTA=beta is not None,
+        HAS_NORM=l2norm_eps is not None, KB=min(128, key_dim),
+        num_warps=launch.weights_warps, maxnreg=launch.weights_registers,
+        # the interpreter has no products of bfloat16
+        IS_SHORT=q.is_cuda and q.dtype is memory.k_ring.dtype and q.dtype is not torch.float32,
+    )  # fmt: skip
+    out = torch.empty((rows, width, value_heads, value_dim), dtype=q.dtype, device=q.device)
+    state = memory.checkpoint
+    block_v = min(launch.block_v, value_dim)
+    is_wide = is_per_channel or q.dtype is torch.float32
+    _window_stream_kernel[value_heads * (value_dim // block_v), rows](
+        records, q, k, v, out, state, memory.d_ring, memory.k_ring, ring_read, ring_write,
+        fold_mask, indices.read_rows, indices.fold_rows,
+        *(stride for x in (q, k, v) for stride in x.stride()[:2]), zero_entry,
+        **settings, V=value_dim, BV=block_v,
+        # in one warp four threads read a row of a tile, each 16 bytes of what is widest
+        KB=16 if launch.num_warps == 1 and (is_wide or state.dtype is torch.float32) else 32,
+        PAIR=0 if launch.num_warps > 1 else 1 if is_wide and state.dtype is torch.float32 else 2,
+        SPLIT_X=is_wide, SPLIT_STATE=state.dtype is torch.float32,
+        num_warps=launch.num_warps, maxnreg=launch.max_registers,
     )  # fmt: skip
     return out
 

@@ -24,6 +24,22 @@ class Launch:
     """Most registers of a thread of the stream kernel, None for the compiler's choice."""
 
 
+@dataclass(frozen=True)
+class WindowLaunch:
+    """How the two kernels of `window_kernels.py` are launched."""
+
+    block_v: int
+    """BV: value channels of a program of the stream kernel."""
+    num_warps: int = 1
+    """Warps of such a program; with one no state passes through shared memory."""
+    weights_warps: int = 1
+    """Warps of a program of the weights kernel."""
+    weights_registers: int | None = None
+    """Most registers of a thread of the weights kernel, None for the compiler's choice."""
+    max_registers: int | None = None
+    """Most registers of a thread of the stream kernel, None for the compiler's choice."""
+
+
 # upper ends of the row buckets; the last bucket is open
 MAX_ROWS = (2, 16)
 
@@ -94,6 +110,23 @@ CHAINS: dict[tuple[bool, bool], tuple[ChainLaunch, ChainLaunch, ChainLaunch]] = 
 }  # fmt: skip
 # most tokens of a window whose columns are summed one by one
 MAX_NARROW = 4
+
+
+# (most tokens of a window, is_per_channel) -> a launch per row bucket
+WINDOWS: dict[tuple[int, bool], tuple[WindowLaunch, WindowLaunch, WindowLaunch]] = {
+    (4, False): (WindowLaunch(16), WindowLaunch(16), WindowLaunch(16)),
+    (4, True): (WindowLaunch(16, 1, 4), WindowLaunch(16), WindowLaunch(16)),
+    (8, False): (WindowLaunch(16), WindowLaunch(16), WindowLaunch(16)),
+    (8, True): (WindowLaunch(16, 1, 4), WindowLaunch(16, 1, 2), WindowLaunch(16, 1, 2)),
+    (16, False): (WindowLaunch(32, 2, 4), WindowLaunch(32, 2, 2), WindowLaunch(32, 2, 2)),
+    (16, True): (WindowLaunch(32, 2, 8), WindowLaunch(32, 2, 4), WindowLaunch(32, 2, 4)),
+}
+
+
+def window_launch_of(width: int, *, rows: int, is_per_channel: bool) -> WindowLaunch:
+    """Return the settings for windows of `width` tokens, 2 to 16, of `rows` rows."""
+    most = min(most for most, _ in WINDOWS if width <= most)
+    return WINDOWS[most, is_per_channel][sum(rows > most for most in MAX_ROWS)]
 
 
 def kernel_of(width: int, num_replayed: int) -> str:

@@ -1,0 +1,514 @@
+"""Windows of 2 to 16 tokens in two launches; formulas in `reference.py`, launches in `triton.py`.
+
+A column of a window is what a node's key or its query reads. Keys stand at columns 0 to W - 1 and
+queries at HALF to HALF + W - 1 of XP = 2 HALF. Three products make up all of a head's results:
+
+    y   = S_0 x^T + sum_ring d_j r_j        what every column reads out of the past
+    all = (y - [v, 0]) M                    each node's d, and its output
+
+x are the window's vectors. M [XP, XP] does the forward substitution of the delta rule, beta and the
+products of the window's own keys with its columns; r are the ring entries' scores. Both depend on
+keys, decays and beta alone, so a weights kernel, a program per row and value head, leaves them in a
+*record*: as they are small, it takes little, and the stream kernel, many programs of one warp, has
+little to read besides its state. With one decay per head x are the keys and queries themselves, and
+the stream kernel is through with the state before it needs a record: it is launched as a
+programmatic dependent of the weights kernel, and waits for that one only then.
+
+A record is the columns' factors [XP]; with a decay per channel x [XP, K], decayed to where the ring
+ends, and the decays of the state's channels up to there [K]; then r^T [XP, NP], M^T [XP, XP] and
+the fold's weights, as in `kernels.py`. Mamba-2 is a delta rule whose keys read nothing and whose
+beta is 1.
+
+Decays are built up from the newest on, as in `kernels.py`.
+"""
+
+# ruff: noqa: PLR0912, RUF005
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gapless.ops.chaining import await_inputs
+from gapless.ops.linear_replay.kernels import _decay, _dot, _fold_weights, _head, _store_fold
+
+
+@triton.jit
+def _cut(x):
+    """Return x cut, not rounded, to 11 bits: the rest then has its sign, and 21 bits meet."""
+    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _aligned(x, PAIR: tl.constexpr):
+    """Reorder columns so that what a thread has loaded is what it feeds to the matrix units.
+
+    Thread t of the four that share a row has loaded columns in sequence; the compiler feeds
+    (t), (t + 4), ..., or pairs, (2t, 2t + 1), (2t + 8, 2t + 9), ..., where an operand comes from
+    16 bits. A product over columns does not mind their order, so both of its sides are reordered.
+    PAIR is 1 or 2, and 0 where several warps share the rows.
+    """
+    if PAIR > 0:
+        rows: tl.constexpr = x.shape[0]
+        columns: tl.constexpr = x.shape[1]
+        x = tl.reshape(x, [rows, 4, columns // (4 * PAIR), PAIR])
+        x = tl.reshape(tl.permute(x, [0, 2, 1, 3]), [rows, columns])
+    return x
+
+
+@triton.jit
+def _products(a, b, sums, IS_SHORT: tl.constexpr):
+    """Add a @ b^T of vectors as they were read: products of 16 bits are exact."""
+    if IS_SHORT:
+        sums = tl.dot(a, tl.trans(b), acc=sums)
+    else:
+        right = tl.trans(b.to(tl.float32))
+        sums = _dot(a.to(tl.float32), right, sums, SPLIT_A=True, SPLIT_B=True)
+    return sums
+
+
+@triton.jit
+def _diagonal(x):
+    """Return the diagonal of a square."""
+    o_x = tl.arange(0, x.shape[0])
+    return tl.sum(tl.where(o_x[:, None] == o_x[None, :], x, 0.0), 1)
+
+
+@triton.jit
+def _is_above(bits, node, i_node, HAS_TREE: tl.constexpr):
+    """Return for each column whether a node is its own or an ancestor of it."""
+    return ((bits >> i_node) & 1) != 0 if HAS_TREE else node >= i_node
+
+
+@triton.jit
+def _ring_block(
+    p_keys,  # pointer to the head's keys in the ring
+    p_g,  # and to its decays
+    entries,
+    first,
+    num_ring,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    KB: tl.constexpr,
+    IS_PER_CHANNEL: tl.constexpr,
+):
+    """Load 16 ring entries from the `first` on, the newest being 0: keys in parts [16, KB], and the
+    decays of each one's newer neighbour, in such parts or [16]."""
+    r = first + tl.arange(0, 16)
+    o_k = tl.max_contiguous(tl.arange(0, KB), 4)
+    m_live = r < num_ring
+    m_newer = m_live & (r > 0)
+    entry = tl.load(entries + num_ring - 1 - r, mask=m_live, other=0)
+    newer = tl.load(entries + num_ring - r, mask=m_newer, other=0)
+    p_entry = p_keys + (entry * (H * K))[:, None] + o_k[None, :]
+    keys = ()
+    g_newer = ()
+    for c in tl.static_range(K // KB):
+        keys = keys + (tl.load(p_entry + c * KB, mask=m_live[:, None], other=0),)
+        if IS_PER_CHANNEL:
+            p_newer = p_g + (newer * (HV * K))[:, None] + (c * KB + o_k)[None, :]
+            g_newer = g_newer + (tl.load(p_newer, mask=m_newer[:, None], other=0),)
+    if not IS_PER_CHANNEL:
+        g_newer = (tl.load(p_g + newer * HV, mask=m_newer, other=0),)
+    return keys, g_newer
+
+
+@triton.jit
+def _store_scores(
+    p_ring,  # pointer to the record's scores
+    keys,
+    g_newer,
+    since,  # sums of the decays that came before, in parts
+    x,
+    column,
+    first,
+    num_ring,
+    eps,
+    NP: tl.constexpr,
+    IS_PER_CHANNEL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    IS_SHORT: tl.constexpr,
+):
+    """Store what 16 ring entries count for in each column; return the sums of decays by then."""
+    r = first + tl.arange(0, 16)
+    XP: tl.constexpr = x[0].shape[0]
+    scores = tl.zeros([16, XP], tl.float32)
+    squares = tl.zeros([16, 16], tl.float32)
+    up_to = ()
+    for c in tl.static_range(len(keys)):
+        if HAS_NORM:
+            squares = _products(keys[c], keys[c], squares, IS_SHORT)
+        if IS_PER_CHANNEL:
+            decay = _decay(tl.cumsum(g_newer[c], 0) + since[c][None, :])
+            decayed = keys[c].to(tl.float32) * decay
+            scores = _dot(decayed, tl.trans(x[c]), scores, SPLIT_A=True, SPLIT_B=True)
+        else:
+            scores = _products(keys[c], x[c], scores, IS_SHORT)
+    for c in tl.static_range(len(g_newer)):
+        up_to = up_to + (since[c] + tl.sum(g_newer[c], 0),)
+    factor = tl.full([16], 1.0, tl.float32)
+    if HAS_NORM:
+        factor = tl.rsqrt(tl.where(r < num_ring, _diagonal(squares) + eps, 1.0))
+    if not IS_PER_CHANNEL:
+        factor *= _decay(tl.cumsum(g_newer[0], 0) + since[0])
+    scores *= factor[:, None] * column[None, :]
+    p_scores = p_ring + (num_ring - 1 - r)[:, None] + (tl.arange(0, XP) * NP)[None, :]
+    tl.store(p_scores, scores, mask=(r < num_ring)[:, None])
+    return up_to
+
+
+@triton.jit(do_not_specialize=["zero_entry"])
+def _window_scores_kernel(
+    q,
+    k,
+    beta,
+    log_decay,
+    ancestors,
+    records,
+    k_ring,
+    g_ring,
+    ring_read,
+    ring_write,
+    fold_mask,
+    q_stride,
+    q_token_stride,
+    k_stride,
+    k_token_stride,
+    beta_stride,
+    beta_token_stride,
+    g_stride,
+    g_token_stride,
+    zero_entry,
+    scale,
+    eps,
+    N: tl.constexpr,
+    NP: tl.constexpr,  # power of two of at least N and 16
+    W: tl.constexpr,
+    HALF: tl.constexpr,  # power of two of at least 4 and W
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    KB: tl.constexpr,  # key channels of a part
+    SIZE: tl.constexpr,
+    RING: tl.constexpr,  # where in a record the scores are
+    HAS_TREE: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    IS_PER_CHANNEL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    IS_SHORT: tl.constexpr,  # whether vectors are multiplied as 16-bit values
+    CHAINED: tl.constexpr,
+):
+    """Weights of a row and value head, and the window's keys and decays put into the rings."""
+    await_inputs(CHAINED)
+    i_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_key_head = i_head // (HV // H)
+    XP: tl.constexpr = 2 * HALF
+    UNROLL: tl.constexpr = W if W <= 4 else 1
+    o_x, o_n = tl.arange(0, XP), tl.arange(0, NP)
+    # four at a time, so that keys and decays are spread over threads alike
+    o_k = tl.max_contiguous(tl.arange(0, KB), 4)
+    node = o_x % HALF
+    m_key = o_x < W
+    m_query = (o_x >= HALF) & (node < W)
+
+    # all reads are under way before the first is needed
+    entries = ring_read + i_row * N
+    entry = tl.load(entries + o_n, mask=o_n < N, other=zero_entry)
+    p_key = k + i_row * k_stride + i_key_head * K
+    p_x = p_key + (node * k_token_stride)[:, None] + o_k[None, :]
+    p_query = q + i_row * q_stride + i_key_head * K
+    p_query = p_query + (node * q_token_stride)[:, None] + o_k[None, :]
+    p_g = log_decay + i_row * g_stride + i_head * (K if IS_PER_CHANNEL else 1)
+    x = ()
+    for c in tl.static_range(K // KB):
+        key = tl.load(p_x + c * KB, mask=m_key[:, None], other=0)
+        x = x + (tl.load(p_query + c * KB, mask=m_query[:, None], other=key),)
+    b_beta = tl.full([XP], 1.0, tl.float32)
+    if HAS_DELTA:
+        p_beta = beta + i_row * beta_stride + i_head + node * beta_token_stride
+        b_beta = tl.load(p_beta, mask=m_key, other=0).to(tl.float32)
+    written = tl.load(ring_write + i_row * W + node, mask=m_key, other=0)
+    bits = o_x
+    if HAS_TREE:
+        bits = tl.load(ancestors + i_row * W + node, mask=node < W, other=0)
+    num_ring = tl.sum((entry != zero_entry).to(tl.int32))
+    p_ring_keys = k_ring + i_key_head * K
+    p_ring_g = g_ring + i_head * (K if IS_PER_CHANNEL else 1)
+    ring_keys, g_newer = _ring_block(
+        p_ring_keys, p_ring_g, entries, 0, num_ring, H, HV, K, KB, IS_PER_CHANNEL
+    )
+    p_oldest = p_ring_g + tl.load(entries) * (HV * K if IS_PER_CHANNEL else HV)
+
+    # no entry that a row reads is one that it writes
+    m_written = m_key & (i_head % (HV // H) == 0)
+    for c in tl.static_range(K // KB):
+        p_written = p_ring_keys + (written * (H * K))[:, None] + (c * KB + o_k)[None, :]
+        tl.store(p_written, x[c].to(k_ring.dtype.element_ty), mask=m_written[:, None])
+
+    x_scale = tl.where(m_query, scale, 1.0)
+    pairs = tl.zeros([XP, XP], tl.float32)
+    if HAS_NORM or not IS_PER_CHANNEL:
+        for c in tl.static_range(K // KB):
+            pairs = _products(x[c], x[c], pairs, IS_SHORT)
+    if HAS_NORM:
+        x_scale *= tl.rsqrt(tl.where(m_key | m_query, _diagonal(pairs) + eps, 1.0))
+
+    # decays up to each column from where the ring ends, and what the ring is for it
+    record = records + (i_row * HV + i_head) * SIZE
+    column = x_scale if HAS_DELTA else tl.where(m_key, 0.0, x_scale)
+    decayed_x = ()
+    past = ()
+    if IS_PER_CHANNEL:
+        for c in tl.static_range(K // KB):
+            since = tl.full([XP, KB], 1.0, tl.float32)
+            for j in tl.range(0, W, num_stages=1, loop_unroll_factor=UNROLL):
+                g = tl.load(p_g + j * g_token_stride + c * KB + o_k)
+                i_entry = tl.load(ring_write + i_row * W + j)
+                tl.store(p_ring_g + i_entry * (HV * K) + c * KB + o_k, g)
+                is_above = _is_above(bits, node, j, HAS_TREE)
+                since *= tl.where(is_above[:, None], _decay(g)[None, :], 1.0)
+            decayed_x = decayed_x + (x[c].to(tl.float32) * since,)
+            tl.store(record + XP + (o_x * K)[:, None] + (c * KB + o_k)[None, :], decayed_x[c])
+            past = past + (o_k * 0.0,)
+    else:
+        since = tl.zeros([XP], tl.float32)
+        for j in tl.range(0, W, num_stages=1, loop_unroll_factor=UNROLL):
+            g = tl.load(p_g + j * g_token_stride)
+            tl.store(p_ring_g + tl.load(ring_write + i_row * W + j) * HV, g)
+            since += tl.where(_is_above(bits, node, j, HAS_TREE), g, 0.0)
+        decayed_x = x
+        column *= _decay(since)
+        past = (0.0,)
+    past = _store_scores(
+        record + RING, ring_keys, g_newer, past, decayed_x, column, 0, num_ring, eps,
+        NP, IS_PER_CHANNEL, HAS_NORM, IS_SHORT,
+    )  # fmt: skip
+    for first in tl.range(16, num_ring, 16, num_stages=1):
+        ring_keys, g_newer = _ring_block(
+            p_ring_keys, p_ring_g, entries, first, num_ring, H, HV, K, KB, IS_PER_CHANNEL
+        )
+        past = _store_scores(
+            record + RING, ring_keys, g_newer, past, decayed_x, column, first, num_ring, eps,
+            NP, IS_PER_CHANNEL, HAS_NORM, IS_SHORT,
+        )  # fmt: skip
+    if IS_PER_CHANNEL:
+        for c in tl.static_range(K // KB):
+            g_oldest = tl.load(p_oldest + c * KB + o_k)
+            tl.store(record + XP * (1 + K) + c * KB + o_k, _decay(past[c] + g_oldest))
+    else:
+        column *= _decay(past[0] + tl.load(p_oldest))
+    tl.store(record + o_x, column)
+
+    # pairs [node, column], node by node from the last: `since` is the decay from there on
+    is_from = tl.zeros([XP, XP], tl.int32)
+    for j in tl.range(0, W, num_stages=1, loop_unroll_factor=UNROLL):
+        is_above = _is_above(bits, node, j, HAS_TREE)
+        is_from = tl.where(o_x[:, None] == j, is_above.to(tl.int32)[None, :], is_from)
+    if IS_PER_CHANNEL:
+        pairs = tl.zeros([XP, XP], tl.float32)
+        for c in tl.static_range(K // KB):
+            since = x[c].to(tl.float32)
+            for i in tl.range(0, W, num_stages=1, loop_unroll_factor=UNROLL):
+                last = W - 1 - i
+                o_c = c * KB + o_k
+                b_key = tl.load(p_key + last * k_token_stride + o_c).to(tl.float32)
+                score = tl.sum(since * b_key[None, :], 1)
+                pairs += tl.where(o_x[:, None] == last, score[None, :], 0.0)
+                decay = _decay(tl.load(p_g + last * g_token_stride + o_c))
+                is_above = _is_above(bits, node, last, HAS_TREE)
+                since *= tl.where(is_above[:, None], decay[None, :], 1.0)
+    else:
+        exponents = tl.zeros([XP, XP], tl.float32)
+        since = tl.zeros([XP], tl.float32)
+        for i in tl.range(0, W, num_stages=1, loop_unroll_factor=UNROLL):
+            last = W - 1 - i
+            exponents = tl.where(o_x[:, None] == last, since[None, :], exponents)
+            is_above = _is_above(bits, node, last, HAS_TREE)
+            since += tl.where(is_above, tl.load(p_g + last * g_token_stride), 0.0)
+        pairs *= _decay(exponents)
+    m_to = m_query[None, :]
+    if HAS_DELTA:
+        m_to |= m_key[None, :] & (node[None, :] != o_x[:, None])
+    sign = tl.where(m_key, -b_beta, tl.where(m_query, 1.0, 0.0))
+    pairs *= x_scale[:, None] * (sign * x_scale)[None, :]
+    pairs = tl.where(m_to & (is_from != 0), pairs, 0.0)
+
+    # solved on the identity: all columns gain node j's d times its pair
+    mixed = tl.where(o_x[:, None] == o_x[None, :], 1.0, 0.0)
+    for j in tl.range(0, W, num_stages=1, loop_unroll_factor=UNROLL):
+        d = tl.sum(tl.where(o_x[None, :] == j, mixed, 0.0), 1)
+        later = tl.sum(tl.where(o_x[:, None] == j, pairs, 0.0), 0)
+        mixed += d[:, None] * later[None, :]
+    p_mixed = record + RING + NP * XP + (o_x * XP)[None, :] + o_x[:, None]
+    tl.store(p_mixed, mixed * sign[:, None])
+    if tl.load(fold_mask + i_row * N) != 0:
+        _fold_weights(
+            record + RING + (NP + XP) * XP, k_ring, g_ring, entries, fold_mask + i_row * N,
+            i_head, i_key_head, eps, N, NP, H, HV, K, 32, IS_PER_CHANNEL, HAS_NORM,
+        )  # fmt: skip
+
+
+@triton.jit
+def _read(tile, x, y, PAIR: tl.constexpr, SPLIT_STATE: tl.constexpr, SPLIT_X: tl.constexpr):
+    """Add to y [BV, XP] what vectors x [XP, KB] read out of a tile [BV, KB] of the state."""
+    state = _aligned(tile.to(tl.float32), PAIR)
+    right = tl.trans(_aligned(x, PAIR))
+    if SPLIT_STATE:
+        head = _cut(state)
+        y = _dot(state - head, right, y, SPLIT_A=False, SPLIT_B=False)
+        state = head
+    return _dot(state, right, y, SPLIT_A=False, SPLIT_B=SPLIT_X)
+
+
+@triton.jit
+def _interleaved(a, b):
+    """Return the columns of both in turn."""
+    return tl.reshape(tl.join(a, b), [a.shape[0], 2 * a.shape[1]])
+
+
+@triton.jit
+def _ring_parts(
+    p_d,  # pointer to the head's d
+    entries,
+    zero_entry,
+    o_v,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    STRIDE: tl.constexpr,  # of an entry
+):
+    """Load d of the ring's entries in parts [BV, 4] of every fourth of 16: a thread of a row's four
+    then has four entries in sequence, as it has channels of the state."""
+    o_n = 4 * tl.arange(0, 4)
+    parts = ()
+    for i in tl.static_range(NP // 4):
+        n = i // 4 * 16 + i % 4 + o_n
+        entry = tl.load(entries + n, mask=n < N, other=zero_entry)
+        p_part = p_d + (entry * STRIDE)[None, :] + o_v[:, None]
+        parts = parts + (tl.load(p_part, mask=(entry != zero_entry)[None, :], other=0),)
+    return parts
+
+
+@triton.jit(do_not_specialize=["zero_entry"])
+def _window_stream_kernel(
+    records,
+    q,
+    k,
+    v,
+    out,
+    checkpoint,
+    d_ring,
+    k_ring,
+    ring_read,
+    ring_write,
+    fold_mask,
+    read_rows,
+    fold_rows,
+    q_stride,
+    q_token_stride,
+    k_stride,
+    k_token_stride,
+    v_stride,
+    v_token_stride,
+    zero_entry,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    W: tl.constexpr,
+    HALF: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    KB: tl.constexpr,  # key channels of a tile: four loads of 16 bytes
+    PAIR: tl.constexpr,
+    SIZE: tl.constexpr,
+    RING: tl.constexpr,
+    IS_PER_CHANNEL: tl.constexpr,
+    SPLIT_X: tl.constexpr,
+    SPLIT_STATE: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Every column of BV value channels, out of one pass over their state; and the fold."""
+    i_head, i_row = tl.program_id(0) // (V // BV), tl.program_id(1).to(tl.int64)
+    i_key_head = i_head // (HV // H)
+    o_v = tl.program_id(0) % (V // BV) * BV + tl.arange(0, BV)
+    XP: tl.constexpr = 2 * HALF
+    o_x = tl.arange(0, XP)
+    o_k = tl.max_contiguous(tl.arange(0, KB), KB // 4)
+    node = o_x % HALF
+    m_key = o_x < W
+    m_query = (o_x >= HALF) & (node < W)
+    entries = ring_read + i_row * N
+    row = tl.load(read_rows + i_row)
+    is_folding = tl.load(fold_mask + i_row * N) != 0
+    written = tl.load(ring_write + i_row * W + node, mask=m_key, other=0)
+    p_state = checkpoint + (row * HV + i_head) * (V * K)
+    o_entry = tl.arange(0, NP)
+    entry = tl.load(entries + o_entry, mask=o_entry < N, other=zero_entry)
+    num_ring = tl.sum((entry != zero_entry).to(tl.int32))
+    tiles = ()
+    for c in tl.static_range(K // KB):
+        tiles = tiles + (tl.load(p_state + o_v[:, None] * K + (c * KB + o_k)[None, :]),)
+    # apart, so that eight threads share the 32 bytes of a part's column
+    o_apart = tl.program_id(0) % (V // BV) * BV + tl.max_contiguous(tl.arange(0, BV), 1)
+    ring_d = _ring_parts(d_ring + i_head * V, entries, zero_entry, o_apart, N, NP, HV * V)
+    # the vectors come later, or sums would begin before all of the state is asked for
+    tl.debug_barrier()
+    x = ()
+    if not IS_PER_CHANNEL:
+        p_key = k + i_row * k_stride + i_key_head * K + (node * k_token_stride)[:, None]
+        p_query = q + i_row * q_stride + i_key_head * K + (node * q_token_stride)[:, None]
+        for c in tl.static_range(K // KB):
+            o_c = (c * KB + o_k)[None, :]
+            key = tl.load(p_key + o_c, mask=m_key[:, None], other=0)
+            x = x + (tl.load(p_query + o_c, mask=m_query[:, None], other=key),)
+    p_value = v + i_row * v_stride + i_head * V + o_v[:, None] + (node * v_token_stride)[None, :]
+    value = tl.load(p_value, mask=m_key[None, :], other=0)
+    y = tl.zeros([BV, XP], tl.float32)
+    if not IS_PER_CHANNEL:
+        for c in tl.static_range(K // KB):
+            y = _read(tiles[c], x[c].to(tl.float32), y, PAIR, SPLIT_STATE, SPLIT_X)
+    await_inputs(CHAINED)
+
+    record = records + (i_row * HV + i_head) * SIZE
+    o_n = tl.max_contiguous(tl.arange(0, 16), 4)
+    scores = ()
+    for i in tl.static_range(NP // 16):
+        p_scores = record + RING + (o_x * NP)[:, None] + (i * 16 + o_n)[None, :]
+        m_live = (i * 16 + o_n < num_ring)[None, :]
+        scores = scores + (tl.where(m_live, tl.load(p_scores), 0.0),)
+    o_c = tl.max_contiguous(o_x, 2)
+    mixed = tl.load(record + RING + NP * XP + (o_x * XP)[:, None] + o_c[None, :])
+    if IS_PER_CHANNEL:
+        for c in tl.static_range(K // KB):
+            o_c = c * KB + o_k
+            vectors = tl.load(record + XP + (o_x * K)[:, None] + o_c[None, :])
+            vectors *= tl.load(record + XP * (1 + K) + o_c)[None, :]
+            y = _read(tiles[c], vectors, y, PAIR, SPLIT_STATE, SPLIT_X)
+    y *= tl.load(record + o_x)[None, :]
+    for i in tl.static_range(NP // 16):
+        d = tl.join(
+            tl.join(ring_d[4 * i], ring_d[4 * i + 2]), tl.join(ring_d[4 * i + 1], ring_d[4 * i + 3])
+        )  # fmt: skip
+        d = _aligned(tl.reshape(d, [BV, 16]), 2 if PAIR > 0 else 0)
+        right = tl.trans(_aligned(scores[i], 2 if PAIR > 0 else 0))
+        y = _dot(d, right, y, SPLIT_A=True, SPLIT_B=True)
+    y -= value.to(tl.float32)
+    # heads and rests enter in one product
+    head = _head(y)
+    twice = tl.trans(_interleaved(mixed, mixed))
+    y = _dot(
+        _interleaved(head, y - head), twice, tl.zeros([BV, XP], tl.float32),
+        SPLIT_A=False, SPLIT_B=True,
+    )  # fmt: skip
+    p_out = out + ((i_row * W + node) * (HV * V) + i_head * V)[None, :] + o_v[:, None]
+    tl.store(p_out, y.to(out.dtype.element_ty), mask=m_query[None, :])
+    p_written = d_ring + ((written * HV + i_head) * V)[None, :] + o_v[:, None]
+    tl.store(p_written, y, mask=m_key[None, :])
+    if is_folding:
+        _store_fold(
+            p_state, checkpoint + (tl.load(fold_rows + i_row) * HV + i_head) * (V * K),
+            record + RING + (NP + XP) * XP, d_ring, k_ring, entries, fold_mask + i_row * N,
+            i_head, i_key_head, o_v, N, NP, H, HV, K, V, 32, IS_PER_CHANNEL,
+        )  # fmt: skip
