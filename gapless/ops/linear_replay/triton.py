@@ -232,7 +232,7 @@ def _run_window(
         "SIZE": size, "RING": head, "W": width, "HALF": half, **chained(q),
     }  # fmt: skip
     gates = (q if beta is None else beta, log_decay)
-    _window_scores_kernel[value_heads, rows](
+    _window_scores_kernel[value_heads, rows, 2](
         q, k, *gates, ring_read if ancestors is None else ancestors.contiguous(), records,
         memory.k_ring, memory.g_ring, ring_read, ring_write, fold_mask,
         *(stride for x in (q, k, *gates) for stride in x.stride()[:2]),

@@ -29,7 +29,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gapless.ops.chaining import await_inputs
+from gapless.ops.chaining import await_inputs, await_inputs_only, let_next_start
 from gapless.ops.linear_replay.kernels import _decay, _dot, _fold_weights, _head, _store_fold
 
 
@@ -200,7 +200,7 @@ def _window_scores_kernel(
     CHAINED: tl.constexpr,
 ):
     """Weights of a row and value head, and the window's keys and decays put into the rings."""
-    await_inputs(CHAINED)
+    await_inputs_only(CHAINED)
     i_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_key_head = i_head // (HV // H)
     XP: tl.constexpr = 2 * HALF
@@ -212,8 +212,18 @@ def _window_scores_kernel(
     m_key = o_x < W
     m_query = (o_x >= HALF) & (node < W)
 
-    # all reads are under way before the first is needed
     entries = ring_read + i_row * N
+    record = records + (i_row * HV + i_head) * SIZE
+    if tl.program_id(2) == 1:
+        # beside the others, which the stream kernel waits for as well
+        if tl.load(fold_mask + i_row * N) != 0:
+            _fold_weights(
+                record + RING + (NP + XP) * XP, k_ring, g_ring, entries, fold_mask + i_row * N,
+                i_head, i_key_head, eps, N, NP, H, HV, K, 32, IS_PER_CHANNEL, HAS_NORM,
+            )  # fmt: skip
+        return
+
+    # all reads are under way before the first is needed
     entry = tl.load(entries + o_n, mask=o_n < N, other=zero_entry)
     p_key = k + i_row * k_stride + i_key_head * K
     p_x = p_key + (node * k_token_stride)[:, None] + o_k[None, :]
@@ -239,12 +249,30 @@ def _window_scores_kernel(
         p_ring_keys, p_ring_g, entries, 0, num_ring, H, HV, K, KB, IS_PER_CHANNEL
     )
     p_oldest = p_ring_g + tl.load(entries) * (HV * K if IS_PER_CHANNEL else HV)
+    p_node = p_g + node * g_token_stride
+    g = ()
+    g_oldest = ()
+    if IS_PER_CHANNEL:
+        for c in tl.static_range(K // KB):
+            o_c = c * KB + o_k
+            g = g + (tl.load(p_node[:, None] + o_c[None, :], mask=m_key[:, None], other=0),)
+            g_oldest = g_oldest + (tl.load(p_oldest + o_c),)
+    else:
+        g = (tl.load(p_node, mask=m_key, other=0),)
+        g_oldest = (tl.load(p_oldest),)
+    # the next kernel's reads of the state would be in the way, and wait for this one
+    let_next_start(CHAINED)
 
     # no entry that a row reads is one that it writes
     m_written = m_key & (i_head % (HV // H) == 0)
     for c in tl.static_range(K // KB):
         p_written = p_ring_keys + (written * (H * K))[:, None] + (c * KB + o_k)[None, :]
         tl.store(p_written, x[c].to(k_ring.dtype.element_ty), mask=m_written[:, None])
+        if IS_PER_CHANNEL:
+            p_written = p_ring_g + (written * (HV * K))[:, None] + (c * KB + o_k)[None, :]
+            tl.store(p_written, g[c], mask=m_key[:, None])
+    if not IS_PER_CHANNEL:
+        tl.store(p_ring_g + written * HV, g[0], mask=m_key)
 
     x_scale = tl.where(m_query, scale, 1.0)
     pairs = tl.zeros([XP, XP], tl.float32)
@@ -255,7 +283,6 @@ def _window_scores_kernel(
         x_scale *= tl.rsqrt(tl.where(m_key | m_query, _diagonal(pairs) + eps, 1.0))
 
     # decays up to each column from where the ring ends, and what the ring is for it
-    record = records + (i_row * HV + i_head) * SIZE
     column = x_scale if HAS_DELTA else tl.where(m_key, 0.0, x_scale)
     decayed_x = ()
     past = ()
@@ -263,20 +290,15 @@ def _window_scores_kernel(
         for c in tl.static_range(K // KB):
             since = tl.full([XP, KB], 1.0, tl.float32)
             for j in tl.range(0, W, num_stages=1, loop_unroll_factor=UNROLL):
-                g = tl.load(p_g + j * g_token_stride + c * KB + o_k)
-                i_entry = tl.load(ring_write + i_row * W + j)
-                tl.store(p_ring_g + i_entry * (HV * K) + c * KB + o_k, g)
+                decay = _decay(tl.load(p_g + j * g_token_stride + c * KB + o_k))
                 is_above = _is_above(bits, node, j, HAS_TREE)
-                since *= tl.where(is_above[:, None], _decay(g)[None, :], 1.0)
+                since *= tl.where(is_above[:, None], decay[None, :], 1.0)
             decayed_x = decayed_x + (x[c].to(tl.float32) * since,)
             tl.store(record + XP + (o_x * K)[:, None] + (c * KB + o_k)[None, :], decayed_x[c])
             past = past + (o_k * 0.0,)
     else:
-        since = tl.zeros([XP], tl.float32)
-        for j in tl.range(0, W, num_stages=1, loop_unroll_factor=UNROLL):
-            g = tl.load(p_g + j * g_token_stride)
-            tl.store(p_ring_g + tl.load(ring_write + i_row * W + j) * HV, g)
-            since += tl.where(_is_above(bits, node, j, HAS_TREE), g, 0.0)
+        is_above = _is_above(bits[:, None], node[:, None], o_x[None, :], HAS_TREE)
+        since = tl.sum(tl.where(is_above, g[0][None, :], 0.0), 1)
         decayed_x = x
         column *= _decay(since)
         past = (0.0,)
@@ -294,10 +316,9 @@ def _window_scores_kernel(
         )  # fmt: skip
     if IS_PER_CHANNEL:
         for c in tl.static_range(K // KB):
-            g_oldest = tl.load(p_oldest + c * KB + o_k)
-            tl.store(record + XP * (1 + K) + c * KB + o_k, _decay(past[c] + g_oldest))
+            tl.store(record + XP * (1 + K) + c * KB + o_k, _decay(past[c] + g_oldest[c]))
     else:
-        column *= _decay(past[0] + tl.load(p_oldest))
+        column *= _decay(past[0] + g_oldest[0])
     tl.store(record + o_x, column)
 
     # pairs [node, column], node by node from the last: `since` is the decay from there on
@@ -342,11 +363,6 @@ def _window_scores_kernel(
         mixed += d[:, None] * later[None, :]
     p_mixed = record + RING + NP * XP + (o_x * XP)[None, :] + o_x[:, None]
     tl.store(p_mixed, mixed * sign[:, None])
-    if tl.load(fold_mask + i_row * N) != 0:
-        _fold_weights(
-            record + RING + (NP + XP) * XP, k_ring, g_ring, entries, fold_mask + i_row * N,
-            i_head, i_key_head, eps, N, NP, H, HV, K, 32, IS_PER_CHANNEL, HAS_NORM,
-        )  # fmt: skip
 
 
 @triton.jit
