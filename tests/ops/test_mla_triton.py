@@ -39,10 +39,11 @@ def kernels() -> ModuleType:
 
 def tiling(**changed: Any) -> Any:
     """Window tiling that splits short rows too."""
-    from gapless.ops.paged_attention.triton import WindowTiling
+    from gapless.ops.mla.tuning import LatentTiling
 
-    sizes = {"min_split": 64, "max_splits": 4, "block_m": 32, "block_n": 16}
-    return WindowTiling(**sizes | {"num_warps": 4, "num_stages": 1} | changed)
+    sizes = {"min_split": 64, "few_splits": 2, "full_split": 128, "max_splits": 4}
+    sizes |= {"block_m": 32, "block_n": 16}
+    return LatentTiling(**sizes | {"num_warps": 4, "num_stages": 1} | changed)
 
 
 @dataclass
