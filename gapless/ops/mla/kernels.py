@@ -203,15 +203,18 @@ def _window_kernel(
         tree_from = tl.load(tree_start + i_row).to(tl.int32)
         cut = start + tl.maximum(tl.minimum(tree_from, end) - start, 0) // BLOCK_N * BLOCK_N
         b_limit = tl.full([BLOCK_M], 0, tl.int32) + cut
+        least = cut
     else:
         cut = end
         b_pos = tl.load(p_pos + o_window * stride_pos_token, mask=m_m, other=-1).to(tl.int32)
         b_limit = tl.minimum(b_pos + 1, end)
+        # what the program's first query sees, all its queries see
+        p_least = p_pos + i_tile * BLOCK_M // HEADS * stride_pos_token
+        least = tl.minimum(tl.load(p_least).to(tl.int32) + 1, end)
     p_q = q + o_token * stride_q_token + o_head * stride_q_head
     b_q = _load_rows(p_q, o_c, m_m, RANK, BLOCK_C)
     b_q_rope = _load_rows(p_q + RANK, o_r, m_m, ROPE, BLOCK_R)
     o_limit = tl.expand_dims(b_limit, AXIS)
-    least = tl.min(tl.where(m_m, b_limit, end), axis=0)
 
     b_acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
     b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -337,11 +340,11 @@ def _combine_kernel(
     for begin in range(0, count, FEW_SPLITS):
         o_split = begin + o_few
         m_split = o_split < count
-        o_part = o_split[:, None] * RANK + o_c[None, :]
+        b_weight = tl.exp2(tl.load(p_lse + o_split, mask=m_split, other=float("-inf")) - most)
+        p_part = partial + (o_result * splits + o_split)[:, None] * RANK + o_c[None, :]
         m_part = m_split[:, None] & (o_c < RANK)[None, :]
-        b_part = tl.load(partial + o_result * splits * RANK + o_part, mask=m_part, other=0.0)
-        b_lse = tl.load(p_lse + o_split, mask=m_split, other=float("-inf"))
-        b_out += tl.sum(b_part * tl.exp2(b_lse - most)[:, None], axis=0)
+        b_part = tl.load(p_part, mask=m_part, other=0.0)
+        b_out += tl.sum(b_part * b_weight[:, None], axis=0)
     b_out = b_out / total
     tl.store(out + o_result * RANK + o_c, b_out.to(out.dtype.element_ty), mask=o_c < RANK)
 
