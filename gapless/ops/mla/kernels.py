@@ -1,4 +1,4 @@
-"""The kernels behind `triton.py`: a window over pages of latents, its splits joined, a prefill chunk.
+"""The kernels behind `triton.py`: a window over pages of latents, its joining, a prefill chunk.
 
 Program indices are `i_`, offsets `o_`, pointers `p_`, masks `m_` and blocks of values `b_`. In
 shapes, C counts channels of the latent, R those of the rotated key, M queries and N positions.
@@ -28,11 +28,7 @@ def _positions_axis(block_m):
 @triton.jit
 def _zeros(M: tl.constexpr, N: tl.constexpr, AXIS: tl.constexpr):
     """Return zeros of scores' shape."""
-    if AXIS == 1:
-        b = tl.zeros([M, N], dtype=tl.float32)
-    else:
-        b = tl.zeros([N, M], dtype=tl.float32)
-    return b
+    return tl.zeros([M, N] if AXIS == 1 else [N, M], dtype=tl.float32)
 
 
 @triton.jit
@@ -53,13 +49,12 @@ def _split_len(
 def _load_rows(p_row, o, m_row, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """Load `COUNT` channels of each row, zeros past them and in rows not named; None names all."""
     p = p_row[:, None] + o[None, :]
-    if m_row is None:
-        if COUNT == BLOCK:
-            b = tl.load(p)
-        else:
-            b = tl.load(p, mask=(o < COUNT)[None, :], other=0.0)
-    else:
+    if m_row is not None:
         b = tl.load(p, mask=m_row[:, None] & (o < COUNT)[None, :], other=0.0)
+    elif COUNT < BLOCK:
+        b = tl.load(p, mask=(o < COUNT)[None, :], other=0.0)
+    else:
+        b = tl.load(p)
     return b
 
 
@@ -105,9 +100,9 @@ def _attend(
     else:
         b_score = tl.dot(b_latent, tl.trans(b_q), input_precision=PRECISION)
         b_rope = tl.dot(b_key, tl.trans(b_q_rope), input_precision=PRECISION)
-    # The compiler gives all warps the same scores to compute where it sees one product follow from
-    # another. The branch hides it, as it does not hide it where the products are used in it, or
-    # are one sum.
+    # Two products and a branch: where the compiler sees that one product is made of another, it has
+    # half the warps repeat what the others compute. It does not look past a branch, nor does Triton
+    # 3.6 compile one that takes a product itself.
     b_score = b_score * scale_log2 + b_rope * scale_log2
     if is_cut:
         b_score = tl.where(m_see, b_score, float("-inf"))
@@ -299,7 +294,7 @@ def _window_kernel(
     do_not_specialize=["splits", "first", "stride_pos_row", "stride_pos_token"],
     do_not_specialize_on_alignment=["positions"],
 )
-def _combine_kernel(
+def _window_combine_kernel(
     partial,
     partial_lse,
     positions,

@@ -15,7 +15,7 @@ import torch
 import triton
 
 from gapless.ops.chaining import chained
-from gapless.ops.mla.kernels import _combine_kernel, _prefill_kernel, _window_kernel
+from gapless.ops.mla.kernels import _prefill_kernel, _window_combine_kernel, _window_kernel
 from gapless.ops.mla.tuning import prefill_tiling, window_tiling
 from gapless.ops.paged_attention.triton import DTYPES, LOG2_E, MIN_ROWS, tree_arguments
 
@@ -114,7 +114,7 @@ def paged_window_latent_attention(
         **shared,
     )
     if splits > 1:
-        _combine_kernel[(num_tokens, heads)](
+        _window_combine_kernel[(num_tokens, heads)](
             partial,
             partial_lse,
             positions,
@@ -125,7 +125,7 @@ def paged_window_latent_attention(
             positions.stride(1),
             RANK=value_dim,
             BLOCK_C=channels["BLOCK_C"],
-            num_warps=4,
+            num_warps=8,
             **chained(q),
             **shared,
         )
