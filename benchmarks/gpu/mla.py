@@ -1,20 +1,25 @@
 """Latent attention on a GPU: right first, then how fast.
 
     python -m benchmarks.gpu.mla --check --measure [--sweep] [--output figures.json]
+    python -m benchmarks.gpu.mla --quick [--output figures.json]
 
-Checks and times as in `benchmarks.gpu.attention`. The byte floor reads entries and queries and
-writes results once at `READ_BANDWIDTH`; the floor is that, or the products at `MATRIX_RATE` where
-these take longer: with 128 heads a latent is used often enough for it.
+The quick run checks and times windows of 16 heads under the tilings that `QUICK` names, in less
+than a minute. Checks and times as in `benchmarks.gpu.attention`. The byte floor reads entries and
+queries and writes results once at `READ_BANDWIDTH`; the floor is that, or the products at
+`MATRIX_RATE` where these take longer: with 128 heads a latent is used often enough for it.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from itertools import product
+from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 import torch
+import triton
 
 from benchmarks.gpu.attention import (
     BOUNDS,
@@ -31,8 +36,8 @@ from benchmarks.gpu.harness import capture, main, relative, result, time_us
 from gapless.attention.reference import ReferenceAttention
 from gapless.attention.triton import TritonAttention
 from gapless.ops.mla import prefill_latent_attention
-from gapless.ops.mla.triton import paged_window_latent_attention, window_tiling
-from gapless.ops.paged_attention.triton import WindowTiling
+from gapless.ops.mla.triton import paged_window_latent_attention
+from gapless.ops.mla.tuning import LatentTiling, window_tiling
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,6 +45,8 @@ if TYPE_CHECKING:
 # bfloat16 operations per second of a product of 8192 x 8192 matrices of random numbers on an H200
 MATRIX_RATE = 7.88e14
 STORAGE_BYTES = 12 << 30
+QUICK_STORAGE_BYTES = 1 << 30
+COMPILERS = 8
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -185,8 +192,8 @@ def _differing_rows(shape: Latents, most: int, device: torch.device) -> int:
 class Storage:
     """Random numbers that the pools of all measurements are cut from."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._numbers = torch.empty(STORAGE_BYTES // 2, dtype=BF16, device=device)
+    def __init__(self, device: torch.device, num_bytes: int = STORAGE_BYTES) -> None:
+        self._numbers = torch.empty(num_bytes // 2, dtype=BF16, device=device)
         for part in self._numbers.split(1 << 30):
             part.normal_()
 
@@ -210,6 +217,31 @@ def measure(device: torch.device) -> list[dict[str, Any]]:
     return found
 
 
+def _attend(
+    rows: LatentRows,
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    tiling: LatentTiling | None,
+    *,
+    kept: slice = slice(None),
+    first: int = 0,
+) -> torch.Tensor:
+    """Attend from some of the rows."""
+    return paged_window_latent_attention(
+        q,
+        pool,
+        rows.slots[kept],
+        rows.positions[kept],
+        rows.page_table,
+        rows.heads.scale,
+        value_dim=rows.heads.rank,
+        page_size=PAGE_SIZE,
+        kv_len=rows.kv_len if kept == slice(None) else max(rows.lengths[kept]) + rows.width,
+        first=first,
+        tiling=tiling,
+    )
+
+
 def _window_row(
     storage: Storage,
     shape: Latents,
@@ -217,28 +249,13 @@ def _window_row(
     context: int,
     width: int,
     device: torch.device,
-    tiling: WindowTiling | None = None,
+    tiling: LatentTiling | None = None,
 ) -> dict[str, Any]:
     rows = LatentRows(shape, [context - width] * batch, width, device)
     q = rows.q(BF16)
 
-    def launch(pool: torch.Tensor) -> torch.Tensor:
-        return paged_window_latent_attention(
-            q,
-            pool,
-            rows.slots,
-            rows.positions,
-            rows.page_table,
-            shape.scale,
-            value_dim=shape.rank,
-            page_size=PAGE_SIZE,
-            kv_len=rows.kv_len,
-            tiling=tiling,
-        )
-
-    us = time_us(
-        [lambda pool=pool: launch(pool) for pool in storage.pools(shape, rows.entries)], REPLAYS
-    )
+    pools = storage.pools(shape, rows.entries)
+    us = time_us([lambda pool=pool: _attend(rows, q, pool, tiling) for pool in pools], REPLAYS)
     moved = shape.moved_bytes(batch * width, batch * context)
     operations = shape.operations(batch * width * context)
     seconds = us / 1e6
@@ -286,13 +303,90 @@ def _prefill_row(
     }
 
 
+# windows that are in use
+ONE, FOUR = window_tiling(FEW.heads, BF16), window_tiling(4 * FEW.heads, BF16)
+# window -> tilings to choose from for 16 heads
+QUICK: dict[int, tuple[LatentTiling, ...]] = {
+    1: (
+        ONE,
+        replace(ONE, block_n=64, num_warps=8, num_stages=1, max_registers=128),
+        replace(ONE, min_split=128, full_split=512),
+    ),
+    4: (
+        FOUR,
+        replace(FOUR, num_stages=4),
+        replace(FOUR, block_n=64, num_stages=2),
+        replace(FOUR, block_m=32, block_n=64, num_stages=2),
+        replace(FOUR, min_split=128, full_split=1024),
+    ),
+}
+
+
+def quick(device: torch.device) -> list[dict[str, Any]]:
+    """Check the tilings of `QUICK`, then time them; rows as those of `check` and `measure`."""
+    torch.manual_seed(0)
+    chosen = [(width, tiling) for width, tilings in QUICK.items() for tiling in tilings]
+    with ProcessPoolExecutor(COMPILERS, mp_context=get_context("spawn")) as pool:
+        fits = list(pool.map(_compile, chosen))
+    found = [
+        {"name": "does not fit", "W": width} | asdict(tiling)
+        for (width, tiling), is_one in zip(chosen, fits, strict=True)
+        if not is_one
+    ]
+    chosen = [each for each, is_one in zip(chosen, fits, strict=True) if is_one]
+    for width, tiling in chosen:
+        found += _quick_results(width, tiling, device)
+    if not all(row.get("ok", True) for row in found):
+        return found
+    storage = Storage(device, QUICK_STORAGE_BYTES)
+    for context, batch in product((512, 4096), (1, 8, 32, 64)):
+        for width, tiling in chosen:
+            row = _window_row(storage, FEW, batch, context, width, device, tiling)
+            found.append(row | asdict(tiling))
+    return found
+
+
+def _compile(job: tuple[int, LatentTiling]) -> bool:
+    """Leave a tiling's kernels in Triton's cache; say whether they fit the device."""
+    width, tiling = job
+    device = torch.device("cuda")
+    rows = LatentRows(FEW, (1200,), width, device)
+    try:
+        _attend(rows, rows.q(BF16), rows.pool(BF16, first=0), tiling)
+    except triton.runtime.errors.OutOfResources as error:
+        print(f"{tiling} of {width} tokens does not fit: {error}", flush=True)
+        return False
+    torch.cuda.synchronize()
+    return True
+
+
+def _quick_results(width: int, tiling: LatentTiling, device: torch.device) -> list[dict[str, Any]]:
+    lengths = (1, 1400, 15, 500, 128 - width, 5000)
+    rows = LatentRows(FEW, lengths, width, device)
+    pool, q = rows.pool(BF16, first=1), rows.q(BF16)
+    together = _attend(rows, q, pool, tiling, first=1)
+    plan = rows.plan(ReferenceAttention, first=1)
+    wanted = plan.run_latent(q.double(), pool.double(), FEW.scale, value_dim=FEW.rank)
+    differing = 0
+    for row in range(len(lengths)):
+        mine = slice(row * width, (row + 1) * width)
+        alone = _attend(rows, q[mine], pool, tiling, kept=slice(row, row + 1), first=1)
+        differing += not torch.equal(alone, together[mine])
+    sizes = (tiling.block_m, tiling.block_n, tiling.num_warps, tiling.num_stages)
+    name = f"window {width} {sizes}"
+    return [
+        result(name, relative(together, wanted), BOUNDS[BF16]),
+        result(f"{name}: rows alone and in a batch are the same bits", differing, 0),
+    ]
+
+
 # block_m, block_n, warps, stages
 INNER = {
     16: ((16, 32, 4, 2), (16, 32, 4, 3), (16, 32, 4, 4), (16, 64, 4, 2), (16, 64, 8, 2)),
-    64: ((64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 3), (32, 64, 8, 2), (32, 32, 4, 2)),
+    64: ((64, 32, 8, 3), (64, 32, 8, 4), (64, 64, 8, 2), (32, 64, 8, 2), (16, 32, 4, 3)),
 }
-# shortest split, most splits
-SPLITS = ((128, 64), (256, 32), (256, 128), (512, 32), (512, 64), (1024, 32))
+# shortest split, splits of short rows, full split, most splits
+SPLITS = ((64, 8, 256, 64), (64, 16, 256, 32), (128, 8, 512, 32), (64, 8, 1024, 32))
 
 
 def sweep(device: torch.device) -> list[dict[str, Any]]:
@@ -308,13 +402,21 @@ def sweep(device: torch.device) -> list[dict[str, Any]]:
     return found
 
 
-def _candidates(queries: int) -> Iterator[WindowTiling]:
+def _candidates(queries: int) -> Iterator[LatentTiling]:
     usual = window_tiling(queries, BF16)
-    for sizes in INNER[queries]:
-        yield WindowTiling(usual.min_split, usual.max_splits, *sizes)
-    for min_split, max_splits in SPLITS:
-        yield WindowTiling(**asdict(usual) | {"min_split": min_split, "max_splits": max_splits})
+    for block_m, block_n, num_warps, num_stages in INNER[queries]:
+        yield replace(
+            usual, block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages
+        )
+    for min_split, few_splits, full_split, max_splits in SPLITS:
+        yield replace(
+            usual,
+            min_split=min_split,
+            few_splits=few_splits,
+            full_split=full_split,
+            max_splits=max_splits,
+        )
 
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__, {"check": check, "measure": measure, "sweep": sweep}))
+    sys.exit(main(__doc__, {"check": check, "measure": measure, "quick": quick, "sweep": sweep}))

@@ -10,6 +10,7 @@ import torch
 from gapless.attention.backend import PlansOnDevice
 from gapless.core.architecture import LatentSpec
 from gapless.ops.mla import triton as mla
+from gapless.ops.mla.tuning import prefill_tiling as latent_prefill_tiling
 from gapless.ops.paged_attention.triton import (
     paged_prefill_attention,
     paged_window_attention,
@@ -85,7 +86,7 @@ class _Prefill:
         return paged_prefill_attention(q, kv, self.kv_read, tiles, scale)
 
     def run_latent(self, q: Tensor, pool: Tensor, scale: float, *, value_dim: int) -> Tensor:
-        num_tokens = mla.tokens_per_tile(q.shape[1], mla.prefill_tiling(q.dtype).block_m)
+        num_tokens = mla.tokens_per_tile(q.shape[1], latent_prefill_tiling(q.dtype).block_m)
         tiles = self._tiles_of(num_tokens, q.device)
         return mla.paged_prefill_latent_attention(
             q, pool, self.kv_read, tiles, scale, value_dim=value_dim
@@ -165,7 +166,7 @@ class TritonAttention(PlansOnDevice):
 def _tile_size(layer: PagedSpec, dtype: torch.dtype) -> int:
     """Tokens of a layer's tile."""
     if isinstance(layer, LatentSpec):
-        return mla.tokens_per_tile(layer.num_heads, mla.prefill_tiling(dtype).block_m)
+        return mla.tokens_per_tile(layer.num_heads, latent_prefill_tiling(dtype).block_m)
     group = layer.num_heads // layer.num_kv_heads
     return _tokens_per_tile(group, layer.head_dim, dtype)
 

@@ -37,12 +37,15 @@ def kernels() -> ModuleType:
     return triton
 
 
+SPLITS = ("min_split", "few_splits", "full_split", "max_splits")
+
+
 def tiling(**changed: Any) -> Any:
     """Window tiling that splits short rows too."""
-    from gapless.ops.paged_attention.triton import WindowTiling
+    from gapless.ops.mla.tuning import LatentTiling
 
-    sizes = {"min_split": 64, "max_splits": 4, "block_m": 32, "block_n": 16}
-    return WindowTiling(**sizes | {"num_warps": 4, "num_stages": 1} | changed)
+    sizes = dict(zip(SPLITS, (64, 2, 128, 4), strict=True)) | {"block_m": 32, "block_n": 16}
+    return LatentTiling(**sizes | {"num_warps": 4, "num_stages": 1} | changed)
 
 
 @dataclass
@@ -148,6 +151,23 @@ def test_bits_depend_on_the_row_alone(kernels: ModuleType) -> None:
         for kv_len in (length + 2, case.kv_len):
             found = case.run(kernels, **alone, **settings, kv_len=kv_len)
             assert torch.equal(found[0], together[row])
+
+
+def test_a_launch_has_a_program_for_every_split(kernels: ModuleType) -> None:
+    from tests.ops.latent_splits import split_lens
+
+    lengths = torch.arange(1, 65537)
+    for sizes in ((64, 8, 512, 32), (64, 16, 256, 64), (256, 2, 256, 4)):
+        split_len = split_lens(65536, sizes, DEVICE)
+        assert (split_len % 64 == 0).all()
+        splits = -(-lengths // split_len)
+        chosen = tiling(**dict(zip(SPLITS, sizes, strict=True)))
+        # of rows up to a length, in steps that meet every multiple of 64 and what is beside it
+        for length in (*range(1, 9000, 21), *range(63, 65536, 1984), 65536):
+            assert splits[:length].max() <= chosen.most_splits(length)
+        # few splits as long as they are not full, then full ones as long as there are not most
+        assert splits[: sizes[1] * sizes[2]].max() == sizes[1]
+        assert splits.max() == sizes[3]
 
 
 def test_padded_rows_stay_to_themselves(kernels: ModuleType) -> None:
@@ -263,9 +283,11 @@ PREFILLS = [
 
 @pytest.mark.parametrize("make", PREFILLS)
 def test_prefill_agrees_with_definition(kernels: ModuleType, make: partial[Prefill]) -> None:
+    from gapless.ops.mla.tuning import prefill_tiling as tuned
+
     case = make()
     wanted = case.wanted()
-    for tiling in (kernels.prefill_tiling(case.dtype), prefill_tiling(32)):
+    for tiling in (tuned(case.dtype), prefill_tiling(32)):
         out = case.run(kernels, tiling)
         assert out.dtype is case.dtype
         bound = TOLERANCE[case.dtype]

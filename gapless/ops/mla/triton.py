@@ -15,44 +15,19 @@ import torch
 import triton
 
 from gapless.ops.chaining import chained
-from gapless.ops.mla.kernels import _prefill_kernel, _window_kernel
-from gapless.ops.paged_attention.kernels import _window_combine_kernel
-from gapless.ops.paged_attention.triton import (
-    DTYPES,
-    LOG2_E,
-    MIN_ROWS,
-    PrefillTiling,
-    WindowTiling,
-    tree_arguments,
-)
+from gapless.ops.mla.kernels import _prefill_kernel, _window_combine_kernel, _window_kernel
+from gapless.ops.mla.tuning import prefill_tiling, window_tiling
+from gapless.ops.paged_attention.triton import DTYPES, LOG2_E, MIN_ROWS, tree_arguments
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gapless.ops.draft_tree import TreeMask
+    from gapless.ops.mla.tuning import LatentTiling
+    from gapless.ops.paged_attention.triton import PrefillTiling
 
-# with more, two blocks of entries and the queries do not fit the shared memory
+# with more, three blocks of entries and the queries do not fit the shared memory
 MAX_RANK, MAX_ROPE_DIM = 512, 64
-
-
-def window_tiling(queries: int, dtype: torch.dtype) -> WindowTiling:
-    """Choose from what is constant while an engine runs.
-
-    Args: queries: window tokens times heads.
-    """
-    # a partial result is 4 * queries * R bytes, to be small beside the entries read
-    min_split, max_splits = (256, 64) if queries <= MIN_ROWS else (512, 32)
-    if dtype == torch.float32:
-        return WindowTiling(min_split, max_splits, 16, 16, 8, 1)
-    if queries <= MIN_ROWS:
-        # two programs fit a multiprocessor, and one loads while the other starts or ends
-        return WindowTiling(min_split, max_splits, 16, 32, 4, 3)
-    return WindowTiling(min_split, max_splits, 64, 64, 8, 2)
-
-
-def prefill_tiling(dtype: torch.dtype) -> PrefillTiling:
-    """Choose how a prefill chunk is cut; block_m counts tokens times heads."""
-    return PrefillTiling(16, 16, 8, 1) if dtype == torch.float32 else PrefillTiling(64, 64, 8, 2)
 
 
 def heads_per_program(heads: int, block_m: int) -> int:
@@ -79,7 +54,7 @@ def paged_window_latent_attention(
     kv_len: int,
     first: int = 0,
     tree: TreeMask | None = None,
-    tiling: WindowTiling | None = None,
+    tiling: LatentTiling | None = None,
 ) -> Tensor:  # [B * W, H, R] in q's dtype
     """Return the mixed latents of every window token over its row's positions `first` to its own.
 
@@ -94,8 +69,7 @@ def paged_window_latent_attention(
     channels = _channels(q, pool, value_dim)
     if tiling is None:
         tiling = window_tiling(queries, q.dtype)
-    block_m = min(tiling.block_m, max(MIN_ROWS, triton.next_power_of_2(queries)))
-    splits = min(tiling.max_splits, max(1, -(-(kv_len - first) // tiling.min_split)))
+    splits = tiling.most_splits(kv_len - first)
     out = torch.empty(num_tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     # with one split nobody writes or reads these
     shape = (num_tokens, heads, splits) if splits > 1 else (1, 1, 1)
@@ -104,9 +78,11 @@ def paged_window_latent_attention(
     shared: dict[str, Any] = {
         "WINDOW": window,
         "MIN_SPLIT": tiling.min_split,
+        "FEW_SPLITS": tiling.few_splits,
+        "FULL_SPLIT": tiling.full_split,
         "MAX_SPLITS": tiling.max_splits,
     }
-    _window_kernel[(triton.cdiv(queries, block_m), splits, num_rows)](
+    _window_kernel[(triton.cdiv(queries, tiling.block_m), splits, num_rows)](
         q,
         pool,
         slots,
@@ -127,19 +103,18 @@ def paged_window_latent_attention(
         page_table.stride(0),
         HEADS=heads,
         PAGE_SIZE=page_size,
-        BLOCK_M=block_m,
+        BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
         HAS_TREE=tree is not None,
         num_warps=tiling.num_warps,
+        maxnreg=tiling.max_registers,
         **chained(q),
         num_stages=tiling.num_stages,
         **channels,
         **shared,
     )
     if splits > 1:
-        # the largest power of two, up to 64, that divides the latent
-        block_d = min(64, value_dim & -value_dim)
-        _window_combine_kernel[(num_tokens, heads, value_dim // block_d)](
+        _window_combine_kernel[(num_tokens, heads)](
             partial,
             partial_lse,
             positions,
@@ -148,9 +123,9 @@ def paged_window_latent_attention(
             first,
             positions.stride(0),
             positions.stride(1),
-            HEAD_DIM=value_dim,
-            BLOCK_D=block_d,
-            num_warps=4,
+            RANK=value_dim,
+            BLOCK_C=channels["BLOCK_C"],
+            num_warps=8,
             **chained(q),
             **shared,
         )
