@@ -297,8 +297,8 @@ def _window_scores_kernel(
             tl.store(record + XP + (o_x * K)[:, None] + (c * KB + o_k)[None, :], decayed_x[c])
             past = past + (o_k * 0.0,)
     else:
-        is_above = _is_above(bits[:, None], node[:, None], o_x[None, :], HAS_TREE)
-        since = tl.sum(tl.where(is_above, g[0][None, :], 0.0), 1)
+        are_above = _is_above(bits[:, None], node[:, None], o_x[None, :], HAS_TREE)
+        since = tl.sum(tl.where(are_above, g[0][None, :], 0.0), 1)
         decayed_x = x
         column *= _decay(since)
         past = (0.0,)
