@@ -254,6 +254,7 @@ class Scheduler:
                     f"{request.request_id} is done on the device only"
                 )
                 continue
+            # those that were committed when the step started: all but the newest
             seq_len, checkpoint_len = len(request.token_ids) - 1, request.checkpoint_len
             folded_len = max(checkpoint_len, seq_len // grid * grid)
             request.checkpoint_len = folded_len
