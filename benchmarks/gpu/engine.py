@@ -11,26 +11,31 @@ breakdown is of a few steps under torch's profiler, whose own cost the seam shar
 kernels' time over the time from the first to the last of them. With --tp it is rank 0's, and the
 share of communication is the time of its kernels that send and await, waiting included, over a
 step's time.
+
+Host time is that of planning and launching a steady decode step; waiting for results is no part of
+it. Once a profiler has run in a process, the host takes longer for each launch, so each engine has
+a process of its own, and all its batches are timed before the first of them is profiled.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import random
 import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks.gpu.harness import in_own_process
 from benchmarks.gpu.models import MODELS, write_checkpoint
 from benchmarks.gpu.prefill import measure_prefill
 from gapless import LLM, SamplingParams
@@ -38,7 +43,13 @@ from gapless.bench import idle
 from gapless.bench.decode import time_requests
 from gapless.runner.syncs import count_calls
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from gapless.engine.engine import Engine
+
 PROMPT_LEN = 256
+HOST_STEPS = 50
 PROFILED_STEPS = 6
 FORCED_ACCEPTANCE = 3.0
 
@@ -115,55 +126,79 @@ def prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[lis
     return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
 
 
-def measure(llm: LLM, model: str, batch: int, output_len: int, vocab_size: int) -> Figures:
-    """Time a batch, then look into a few of its steps."""
-    asked = prompts(batch, PROMPT_LEN, vocab_size)
+def measure(llm: LLM, model: str, output_lens: Mapping[int, int], vocab_size: int) -> list[Figures]:
+    """Time batches, and only then look into a few steps of each.
+
+    Args: output_lens: tokens that each request is to generate, by the size of its batch.
+    """
+    asked = {batch: prompts(batch, PROMPT_LEN, vocab_size) for batch in output_lens}
+    timed = {batch: time_batch(llm, own, output_lens[batch]) for batch, own in asked.items()}
+    config = llm.engine.config
+    figures = []
+    for batch, own in asked.items():
+        found = timed[batch] | look_into(llm, own)
+        figures.append(
+            Figures(
+                model=model,
+                tp=config.tp,
+                num_drafts=config.max_window - 1,
+                ssm_dtype=config.ssm_dtype,
+                batch=batch,
+                communication_share=(
+                    found["ms_by_class"].get("communication", 0.0) / found["ms_per_step"]
+                ),
+                **found,
+            )
+        )
+    return figures
+
+
+def time_batch(llm: LLM, asked: list[list[int]], output_len: int) -> dict[str, float]:
+    """Serve requests, and time them; then the host, over steady decode steps."""
     time_requests(llm, asked, 16)
     timing = time_requests(llm, asked, output_len)
-    config = llm.engine.config
-    decode_steps = timing.counters.num_steps / batch
-    ms_per_step = timing.decode_seconds / decode_steps * 1e3
-    looked = look_into(llm, asked)
-    return Figures(
-        model=model,
-        tp=config.tp,
-        num_drafts=config.max_window - 1,
-        ssm_dtype=config.ssm_dtype,
-        batch=batch,
-        tokens_per_second=timing.decode_tokens / timing.decode_seconds,
-        ms_per_step=ms_per_step,
-        tokens_per_step=timing.counters.accepted_len,
-        first_token_ms=timing.first_token_seconds * 1e3,
-        communication_share=looked["ms_by_class"].get("communication", 0.0) / ms_per_step,
-        **looked,
-    )
+    steps = timing.counters.num_steps / len(asked)
+    with decoding(llm.engine, asked):
+        loop = llm.engine.loop_counters
+        num_steps, seconds = loop.num_steps, loop.plan_seconds
+        for _ in range(HOST_STEPS):
+            llm.engine.step()
+        host = (loop.plan_seconds - seconds) / (loop.num_steps - num_steps)
+    return {
+        "tokens_per_second": timing.decode_tokens / timing.decode_seconds,
+        "ms_per_step": timing.decode_seconds / steps * 1e3,
+        "tokens_per_step": timing.counters.accepted_len,
+        "first_token_ms": timing.first_token_seconds * 1e3,
+        "host_us_per_step": host * 1e6,
+    }
 
 
-def look_into(llm: LLM, asked: list[list[int]]) -> dict[str, Any]:
-    """Count and profile steady decode steps."""
+@contextmanager
+def decoding(engine: Engine, asked: list[list[int]]) -> Iterator[None]:
+    """Have requests decode, with no end of theirs in sight."""
     params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
-    engine = llm.engine
     for index, ids in enumerate(asked):
-        engine.submit(f"profile-{index}", ids, params)
+        engine.submit(f"steady-{index}", ids, params)
     warm = 0
     while warm < 8 or engine.scheduler.num_waiting:
         engine.step()
         warm += 1
-    loop = engine.loop_counters
-    steps, planned = loop.num_steps, loop.plan_seconds
-    for _ in range(20):
-        engine.step()
-    host = (loop.plan_seconds - planned) / (loop.num_steps - steps)
-    with count_calls() as nothing:
-        torch.cuda.synchronize()
-    with count_calls() as counts:
-        for _ in range(PROFILED_STEPS):
-            engine.step()
-        torch.cuda.synchronize()
+    yield
     for index in range(len(asked)):
-        engine.abort(f"profile-{index}")
+        engine.abort(f"steady-{index}")
     while engine.has_work:
         engine.step()
+
+
+def look_into(llm: LLM, asked: list[list[int]]) -> dict[str, Any]:
+    """Count and profile steady decode steps."""
+    with decoding(llm.engine, asked):
+        with count_calls() as nothing:
+            torch.cuda.synchronize()
+        with count_calls() as counts:
+            for _ in range(PROFILED_STEPS):
+                llm.engine.step()
+            torch.cuda.synchronize()
     # what a profile of nothing holds is the profiler's own, and ours
     blocking = counts.blocking - nothing.blocking
     if blocking:
@@ -173,7 +208,6 @@ def look_into(llm: LLM, asked: list[list[int]]) -> dict[str, Any]:
         if not name.startswith("Memcpy"):
             by_class[kernel_class(name)] += (end - start) / 1e3 / PROFILED_STEPS
     return {
-        "host_us_per_step": host * 1e6,
         "graph_launches": counts.graph_launches / PROFILED_STEPS,
         "kernel_launches": counts.kernel_launches / PROFILED_STEPS,
         "blocking_calls": sum(blocking.values()) / PROFILED_STEPS,
@@ -213,38 +247,50 @@ def _holds(name: str, patterns: tuple[str, ...]) -> bool:
 
 def run(asked: argparse.Namespace) -> dict[str, Any]:
     """Measure one model in all that is asked for."""
-    figures, starts = [], []
-    prefill: dict[str, Any] = {}
+    found: dict[str, Any] = {"figures": [], "prefill": {}, "ready_seconds": []}
     with tempfile.TemporaryDirectory() as root:
         path = write_checkpoint(asked.model, Path(root))
         for tp, ssm_dtype in product(map(int, asked.tp.split(",")), asked.ssm_dtypes.split(",")):
             for num_drafts in map(int, asked.steps.split(",")):
-                options: dict[str, Any] = {"speculative_num_steps": num_drafts}
-                if num_drafts:
-                    options["speculative_simulate_acceptance"] = FORCED_ACCEPTANCE
-                    options["draft_head_dtype"] = asked.draft_head_dtype
-                started = time.perf_counter()
-                llm = LLM(
-                    str(path), load_format="dummy", device="cuda", tp=tp, ssm_dtype=ssm_dtype,
-                    max_running_requests=max(map(int, asked.batches.split(","))),
-                    max_model_len=asked.max_model_len, seed=0, **options,
-                )  # fmt: skip
-                ready = time.perf_counter() - started
-                starts.append({"tp": tp, "num_drafts": num_drafts, "seconds": ready})
-                print(f"{asked.model} tp={tp} k={num_drafts} {ssm_dtype}: ready in {ready:.1f} s")
-                vocab_size = MODELS[asked.model]["vocab_size"]
-                for batch in [] if asked.prefill else map(int, asked.batches.split(",")):
-                    output_len = 768 if batch == 1 else 256
-                    found = measure(llm, asked.model, batch, output_len, vocab_size)
-                    figures.append(asdict(found))
-                    print_figures(found)
-                if asked.prefill:
-                    prefill[f"k={num_drafts} {ssm_dtype}"] = measure_prefill(llm, vocab_size)
-                llm.close()
-                del llm
-                gc.collect()
-                torch.cuda.empty_cache()
-    return {"figures": figures, "prefill": prefill, "ready_seconds": starts}
+                own = in_own_process(run_engine, asked, path, tp, ssm_dtype, num_drafts)
+                found["ready_seconds"].append(own["ready_seconds"])
+                found["figures"] += own["figures"]
+                found["prefill"] |= own["prefill"]
+    return found
+
+
+def run_engine(
+    asked: argparse.Namespace, path: Path, tp: int, ssm_dtype: str, num_drafts: int
+) -> dict[str, Any]:
+    """Measure one engine."""
+    batches = [int(batch) for batch in asked.batches.split(",")]
+    options: dict[str, Any] = {"speculative_num_steps": num_drafts}
+    if num_drafts:
+        options["speculative_simulate_acceptance"] = FORCED_ACCEPTANCE
+        options["draft_head_dtype"] = asked.draft_head_dtype
+    started = time.perf_counter()
+    llm = LLM(
+        str(path), load_format="dummy", device="cuda", tp=tp, ssm_dtype=ssm_dtype,
+        max_running_requests=max(batches), max_model_len=asked.max_model_len, seed=0, **options,
+    )  # fmt: skip
+    ready = time.perf_counter() - started
+    print(f"{asked.model} tp={tp} k={num_drafts} {ssm_dtype}: ready in {ready:.1f} s", flush=True)
+    vocab_size = MODELS[asked.model]["vocab_size"]
+    figures: list[Figures] = []
+    prefill: dict[str, Any] = {}
+    if asked.prefill:
+        prefill[f"k={num_drafts} {ssm_dtype}"] = measure_prefill(llm, vocab_size)
+    else:
+        output_lens = {batch: 768 if batch == 1 else 256 for batch in batches}
+        figures = measure(llm, asked.model, output_lens, vocab_size)
+    for own in figures:
+        print_figures(own)
+    llm.close()
+    return {
+        "figures": [asdict(own) for own in figures],
+        "prefill": prefill,
+        "ready_seconds": {"tp": tp, "num_drafts": num_drafts, "seconds": ready},
+    }
 
 
 def print_figures(found: Figures) -> None:

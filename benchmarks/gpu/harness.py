@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import statistics
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import triton
@@ -23,6 +25,23 @@ Rows = list[dict[str, Any]]
 
 # replays before those that count
 WARM_REPLAYS = 3
+
+
+Params = ParamSpec("Params")
+Found = TypeVar("Found")
+
+
+def in_own_process(
+    measure: Callable[Params, Found], *args: Params.args, **kwargs: Params.kwargs
+) -> Found:
+    """Call a module's function in a process that ends with it.
+
+    What it leaves on the GPU goes with it, and so does a profiler: torch leaves CUPTI attached, and
+    each launch of a graph then takes the host far longer.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as process:
+        return process.submit(measure, *args, **kwargs).result()
 
 
 def result(name: str, error: float, bound: float) -> dict[str, Any]:

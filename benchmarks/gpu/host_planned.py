@@ -12,7 +12,6 @@ these are. Before an engine is measured its windows are compared with the defini
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.metadata
 import json
 import sys
@@ -29,7 +28,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.engine import FORCED_ACCEPTANCE, measure, print_figures
-from benchmarks.gpu.harness import relative
+from benchmarks.gpu.harness import in_own_process, relative
 from benchmarks.gpu.models import MODELS, write_checkpoint
 from gapless import LLM
 from gapless.attention.backend import make_backend
@@ -125,39 +124,39 @@ def check(kind: str, device: torch.device) -> dict[str, Any]:
 def run(asked: argparse.Namespace) -> dict[str, Any]:
     """Check and measure each kind."""
     found: dict[str, Any] = {}
-    batches = list(map(int, asked.batches.split(",")))
     with tempfile.TemporaryDirectory() as root:
         path = write_checkpoint(asked.model, Path(root))
         for kind in asked.kinds.split(","):
-            with planned_by(kind):
-                started = time.perf_counter()
-                checked = check(kind, torch.device("cuda", torch.cuda.current_device()))
-                print(f"{kind}: {checked}, {time.perf_counter() - started:.1f} s", flush=True)
-                if not checked["ok"]:
-                    raise SystemExit(f"{kind} is wrong: no figures")
-                found[kind] = {"check": checked, **engine(asked, path, kind, batches)}
+            found[kind] = in_own_process(run_kind, asked, path, kind)
     return found
 
 
-def engine(asked: argparse.Namespace, path: Path, kind: str, batches: list[int]) -> dict[str, Any]:
+def run_kind(asked: argparse.Namespace, path: Path, kind: str) -> dict[str, Any]:
+    """Check and measure one kind."""
+    with planned_by(kind):
+        started = time.perf_counter()
+        checked = check(kind, torch.device("cuda", torch.cuda.current_device()))
+        print(f"{kind}: {checked}, {time.perf_counter() - started:.1f} s", flush=True)
+        if not checked["ok"]:
+            raise SystemExit(f"{kind} is wrong: no figures")
+        return {"check": checked, **engine(asked, path, kind)}
+
+
+def engine(asked: argparse.Namespace, path: Path, kind: str) -> dict[str, Any]:
     """Measure one engine."""
+    output_lens = {int(batch): asked.output_len for batch in asked.batches.split(",")}
     started = time.perf_counter()
     llm = LLM(
-        str(path), load_format="dummy", device="cuda", max_running_requests=max(batches),
+        str(path), load_format="dummy", device="cuda", max_running_requests=max(output_lens),
         max_model_len=2000, seed=0, speculative_num_steps=3,
         speculative_simulate_acceptance=FORCED_ACCEPTANCE, **KINDS[kind],
     )  # fmt: skip
     print(f"{kind}: ready in {time.perf_counter() - started:.1f} s", flush=True)
-    figures = []
-    for batch in batches:
-        vocab_size = MODELS[asked.model]["vocab_size"]
-        figures.append(measure(llm, asked.model, batch, asked.output_len, vocab_size))
-        print_figures(figures[-1])
+    figures = measure(llm, asked.model, output_lens, MODELS[asked.model]["vocab_size"])
+    for own in figures:
+        print_figures(own)
     launches = asdict(llm.engine.launch_counters)
     llm.close()
-    del llm
-    gc.collect()
-    torch.cuda.empty_cache()
     return {"figures": [asdict(row) for row in figures], "launches": launches}
 
 

@@ -1,7 +1,7 @@
 """What running requests hold of pages and state rows, and what they leave to the prefix cache.
 
-The only writer of `Request.pages` and `Request.state_row`. A request holds every page of its table
-itself, shared ones too. Host integers only.
+The only writer of `Request.pages`, `covered_len` and `state_row`. A request holds every page of
+its table itself, shared ones too. Host integers only.
 """
 
 from __future__ import annotations
@@ -88,20 +88,21 @@ class CacheManager:
     ) -> list[PageEntry] | None:
         """Give the pages that the next decode step needs; None, and no page, if too few are left.
 
-        `committed_len` is what the host has read. Returns the entries to add to the page table.
+        `committed_len` is what the host has read; up to `Request.covered_len` nothing is missing.
+        Returns the entries to add to the page table.
         """
         first = len(request.pages)
-        missing = self._num_pages(request, committed_len) - first
-        if missing <= 0:
-            return []
-        if not self.prefix.make_room(missing) and is_alone:
+        wanted = self._reserved_len(request, committed_len)
+        missing = num_pages_for(wanted, self._size) - first
+        if missing > 0 and not self.prefix.make_room(missing) and is_alone:
             # pages that it shares stay while it holds them; the rest of that key may go
             self.prefix.unlock(self._held.pop(request, self.prefix.root))
             self.prefix.make_room(missing)
-        pages = self._pages.allocate(missing)
+        pages = self._pages.allocate(max(0, missing))
         if pages is None:
             return None
         request.pages += pages
+        self._cover(request, committed_len, wanted)
         return [PageEntry(request.slot, first + i, page) for i, page in enumerate(pages)]
 
     def take_snapshots(self, request: Request, start: int, end: int) -> tuple[Snapshot, ...]:
@@ -167,7 +168,9 @@ class CacheManager:
         self.prefix.lock_row(match.node)
         row = self.prefix.take_row()
         num_shared = match.usable_len // self._size
-        missing = self._num_pages(request, len(request.token_ids)) - num_shared
+        num_tokens = len(request.token_ids)
+        wanted = self._reserved_len(request, num_tokens)
+        missing = num_pages_for(wanted, self._size) - num_shared
         if row is None or not self.prefix.make_room(missing):
             if row is not None:
                 self._rows.free(row)
@@ -179,6 +182,7 @@ class CacheManager:
         cached = self.prefix.pages_of(match.node)
         self._pages.share(cached[:num_shared])
         request.pages, request.state_row = cached[:num_shared] + fresh, row
+        self._cover(request, num_tokens, wanted)
         self._held[request] = match.node
         self._wanted[request] = self._wanted_snapshots(request, match)
         self._count(request, match)
@@ -232,10 +236,14 @@ class CacheManager:
                 tokens, request.pages, held, None, is_written=is_written
             )
 
-    def _num_pages(self, request: Request, committed_len: int) -> int:
+    def _cover(self, request: Request, committed_len: int, wanted: int) -> None:
+        """Note how far pages go of which a step at `committed_len` wants `wanted` tokens."""
+        # each committed token more wants one more at most
+        request.covered_len = committed_len + len(request.pages) * self._size - wanted
+
+    def _reserved_len(self, request: Request, committed_len: int) -> int:
         limits = self._limits
-        tokens = reserved_len(committed_len, limits.max_window, request.limit_len, limits.tree)
-        return num_pages_for(tokens, self._size)
+        return reserved_len(committed_len, limits.max_window, request.limit_len, limits.tree)
 
     def _largest_len(self, limit_len: int) -> int:
         return largest_reserved_len(self._limits.max_window, limit_len, self._limits.tree)

@@ -23,16 +23,18 @@ class DecodeCounters:
     ring_entries: int = 0
     """Committed replay ring entries found by all steps together."""
 
-    def record(self, *, emitted: int, proposed: int, flushes: bool, ring_entries: int) -> None:
-        """Count one row of one decode step."""
-        self.num_steps += 1
-        self.num_emitted += emitted
-        self.num_flushes += flushes
-        self.ring_entries += ring_entries
-        for counts, reached in ((self.proposed_at, proposed), (self.accepted_at, emitted - 1)):
-            counts.extend([0] * (proposed - len(counts)))
-            for place in range(min(reached, len(counts))):
-                counts[place] += 1
+    def record(self, emitted: int, proposed: int, num_rows: int) -> None:
+        """Count decode rows of as many tokens emitted and drafts proposed."""
+        self.num_steps += num_rows
+        self.num_emitted += emitted * num_rows
+        proposed_at, accepted_at = self.proposed_at, self.accepted_at
+        while len(proposed_at) < proposed:
+            proposed_at.append(0)
+            accepted_at.append(0)
+        for place in range(proposed):
+            proposed_at[place] += num_rows
+        for place in range(min(emitted - 1, len(accepted_at))):
+            accepted_at[place] += num_rows
 
     @property
     def num_proposed(self) -> int:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 # ruff: noqa: TC001 (annotations are read at run time)
 from gapless.core.counters import CacheCounters, DecodeCounters, LoopCounters, WaitReason
 from gapless.core.request import FinishReason
@@ -99,8 +101,7 @@ class GenerationResult:
         return self.completions[0].finish_reason
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(Struct, frozen=True, omit_defaults=True):
     """News of one continuation; the one with a finish reason is its last."""
 
     request_id: str

@@ -1,4 +1,7 @@
-"""What one step will do, decided on the host with integers; and what came of it."""
+"""What one step will do, decided on the host with integers; and what came of it.
+
+What is made for each row of each step is a `Struct`: a frozen dataclass takes ten times as long.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
+from gapless.core.request import FinishReason, Request
+
 if TYPE_CHECKING:
     import numpy as np
-
-    from gapless.core.request import FinishReason, Request
 
 LogprobRow = Sequence[float]
 """A row of `StepResult`'s log-probabilities."""
@@ -72,16 +77,14 @@ class PageCopy:
     target: int
 
 
-@dataclass(frozen=True)
-class DecodeRow:
+class DecodeRow(Struct, frozen=True):
     """One slot's window in this step's decode batch."""
 
     request: Request
     slot: int
 
 
-@dataclass(frozen=True)
-class PageEntry:
+class PageEntry(Struct, frozen=True):
     """`page_table[slot, index] = page`, written before the decode step runs."""
 
     slot: int
@@ -155,8 +158,7 @@ class StepResult:
     before it (the last row of a last segment has no token: NaN)."""
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(Struct, frozen=True):
     """News of one request: tokens, and the reason if it has ended; then it is final."""
 
     request: Request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING
@@ -60,20 +61,33 @@ class Request:
     slot: int = -1
     state_row: int = -1
     pages: list[int] = field(default_factory=list)
-    launched_len: int = 0
-    """Tokens whose prefill has been launched since the last admission."""
-    unread_steps: int = 0
-    """Launched steps that name this request and whose result is unread: 0 or 1 when scheduling."""
+    covered_len: int = -1
+    """Committed length up to which `pages` are enough for the next decode step."""
+    committed_len: int = 0
+    """Of a request that runs: tokens whose KV and state are final, as far as the host has read, and
+    those of prefill that is launched. The newest token of one that decodes is never among them."""
     finish_reason: FinishReason | None = None
     checkpoint_len: int = 0
     """The device's checkpoint length after the last step that was read."""
-    counters: DecodeCounters = field(default_factory=DecodeCounters)
+    windows: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Decode rows that were read, by tokens emitted and drafts proposed."""
+    num_flushes: int = 0
+    ring_entries: int = 0
+    """As in `DecodeCounters`, of those rows."""
     cached_len: int = 0
     """Prompt tokens that the prefix cache spared the request when it was first admitted."""
 
     def __post_init__(self) -> None:
         if not self.token_ids:
             self.token_ids = list(self.prompt_ids)
+
+    @property
+    def counters(self) -> DecodeCounters:
+        """What decoding and speculation did for the request so far."""
+        counters = DecodeCounters(num_flushes=self.num_flushes, ring_entries=self.ring_entries)
+        for (emitted, proposed), num_rows in self.windows.items():
+            counters.record(emitted, proposed, num_rows)
+        return counters
 
     @property
     def has_private_prefix(self) -> bool:

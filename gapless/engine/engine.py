@@ -23,7 +23,7 @@ from gapless.text.grammar import GrammarCompiler
 from gapless.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from gapless.config.hf import GenerationDefaults
     from gapless.config.options import EngineOptions
@@ -269,13 +269,13 @@ class Engine:
         refused = self.take_refused()
         deltas = self._loop.step()
         self._note_admissions()
-        return refused + list(self._updates(deltas))
+        return refused + self._updates(deltas)
 
     def abort(self, request_id: str) -> list[Update]:
         """End a request's continuations; their last updates, empty if it is not alive."""
         found = [self._live[own_id] for own_id in self._open.get(request_id, ())]
         deltas = [self.scheduler.finish(live.request, FinishReason.ABORT) for live in found]
-        return list(self._updates(deltas))
+        return self._updates(deltas)
 
     def _note_admissions(self) -> None:
         """Time those that have left the queue; none overtakes another."""
@@ -284,14 +284,16 @@ class Engine:
             live = self._queued.popleft()
             live.queue_seconds = now - live.submitted_at
 
-    def _updates(self, deltas: Iterable[Delta]) -> Iterator[Update]:
+    def _updates(self, deltas: Iterable[Delta]) -> list[Update]:
+        updates: list[Update] = []
         for delta in deltas:
             live = self._live[delta.request.request_id]
             update = self._decode(live, delta)
             if update.finish_reason is not None:
                 logger.debug("%s: %s", delta.request.request_id, delta.request.counters)
                 self._forget(live)
-            yield update
+            updates.append(update)
+        return updates
 
     def _forget(self, live: _Live) -> None:
         own_id = live.request.request_id
@@ -303,35 +305,41 @@ class Engine:
 
     def _decode(self, live: _Live, delta: Delta) -> Update:
         """Turn tokens into text, ending the request where a stop string is complete."""
-        text: list[str] = []
-        tokens: list[int] = []
-        request, reason = live.request, delta.finish_reason
-        ended_by: str | int | None = delta.token_ids[-1] if reason is FinishReason.STOP else None
-        for position, token_id in enumerate(delta.token_ids, start=1):
-            tokens.append(token_id)
-            if ended_by is not None and position == len(delta.token_ids):
-                break
-            found = live.detokenizer.push(token_id)
-            text.append(found.text)
-            if found.stop is not None:
-                if reason is None:
-                    self.scheduler.finish(request, FinishReason.STOP)
-                reason, ended_by = FinishReason.STOP, found.stop
-                break
-        if reason is not None:
-            text.append(live.detokenizer.flush())
+        request, reason, tokens = live.request, delta.finish_reason, delta.token_ids
+        ended_by: str | int | None = None
+        if reason is FinishReason.STOP:
+            # the id that ends a text is no part of it
+            ended_by = tokens[-1]
+            found = live.detokenizer.push(tokens[:-1])
+        else:
+            found = live.detokenizer.push(tokens)
+        text = found.text
+        if found.stop is not None:
+            if reason is None:
+                self.scheduler.finish(request, FinishReason.STOP)
+            reason, ended_by, tokens = FinishReason.STOP, found.stop, tokens[: found.num_tokens]
+        logprobs = _logprobs(request, tokens, delta)
+        if reason is None:
+            return Update(
+                live.request_id,
+                live.index,
+                text,
+                tokens,
+                logprobs=logprobs,
+                prompt_logprobs=_prompt_logprobs(delta),
+            )
         return Update(
-            request_id=live.request_id,
-            index=live.index,
-            text="".join(text),
-            token_ids=tuple(tokens),
+            live.request_id,
+            live.index,
+            text + live.detokenizer.flush(),
+            tokens,
             finish_reason=reason,
             stop_reason=ended_by,
             error=delta.error,
-            counters=None if reason is None else request.counters,
-            cached_tokens=0 if reason is None else request.cached_len,
-            queue_seconds=0.0 if reason is None else live.queue_seconds,
-            logprobs=_logprobs(request, tokens, delta),
+            counters=request.counters,
+            cached_tokens=request.cached_len,
+            queue_seconds=live.queue_seconds,
+            logprobs=logprobs,
             prompt_logprobs=_prompt_logprobs(delta),
         )
 
@@ -350,6 +358,8 @@ def _logprobs(
 
 
 def _prompt_logprobs(delta: Delta) -> tuple[TokenLogprob, ...]:
+    if not delta.prompt_logprobs:
+        return ()
     count = delta.request.params.prompt_logprobs or 0
     prompt_ids = delta.request.prompt_ids[1:]
     return tuple(

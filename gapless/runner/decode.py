@@ -43,6 +43,17 @@ GPU_MODES_OF_RANKS = (SamplingMode.PLAIN, *GPU_MODES)
 
 
 @dataclass(frozen=True)
+class _RowSet:
+    """What rows decide by themselves. Most steps name the rows of the step before."""
+
+    rows: tuple[DecodeRow, ...]
+    slots: np.ndarray  # [rows, padding included] int64; null slots at the end
+    mode: SamplingMode
+    num_top: int | None
+    is_constrained: bool  # whether a grammar masks some row
+
+
+@dataclass(frozen=True)
 class DecodeKey:
     """What a captured decode step depends on; all of it known to the host."""
 
@@ -106,6 +117,7 @@ class DecodeRunner:
         self._drafts = torch.zeros(rows, width, dtype=torch.int64, device=device.device)
         self._drafts_down = Download(self._drafts.view(-1))
         self._awaited: tuple[Sequence[DecodeRow], Ticket] | None = None
+        self._row_set = self._make_row_set(())
         self._logprobs = LogprobBuffer(rows * self._window, device.device)
         self._upload = Upload(8 * rows * (1 + 2 * self._pages_per_row) + 64, device.device)
 
@@ -114,15 +126,18 @@ class DecodeRunner:
 
         Returns log-probabilities [rows * W], padding included, where a row wants some.
         """
-        is_constrained = any(row.request.is_constrained for row in plan.decode)
-        key = self._key(plan, is_masked=is_constrained)
+        if plan.decode != self._row_set.rows:
+            self._row_set = self._make_row_set(plan.decode)
+        row_set = self._row_set
+        key = self._key(row_set, plan.max_seq_len)
         graph = self._graphs.get(key, lambda: self._stages(key))
-        arrays = self._arrays(key, plan.decode, plan.page_entries)
-        inputs = self._upload.send(arrays)
-        if is_constrained:
-            self._awaited = plan.decode, self._fetch_drafts(inputs["slots"])
+        arrays = self._arrays(row_set.slots, plan.page_entries)
+        self._upload.send(arrays)
+        if row_set.is_constrained:
+            slots = self._upload.views(arrays)["slots"]
+            self._awaited = plan.decode, self._fetch_drafts(slots)
         if self._host_plans is not None:
-            self._host_plans.begin(arrays["slots"])
+            self._host_plans.begin(row_set.slots)
         graph.launch()
         if self._host_plans is not None:
             self._host_plans.end()
@@ -155,19 +170,30 @@ class DecodeRunner:
         """Destroy the captured steps."""
         self._graphs.clear()
 
-    def _key(self, plan: StepPlan, *, is_masked: bool) -> DecodeKey:
-        reach = min(plan.max_seq_len + self._device.step_reach, self._kv_lens[-1])
-        mode = sampling_mode(row.request.params for row in plan.decode)
+    def _make_row_set(self, rows: tuple[DecodeRow, ...]) -> _RowSet:
+        slots = np.full(bucket_for(len(rows), self._buckets), self._device.geometry.null_slot)
+        slots[: len(rows)] = [row.slot for row in rows]
+        return _RowSet(
+            rows=rows,
+            slots=slots,
+            mode=sampling_mode(row.request.params for row in rows),
+            num_top=num_top(row.request.params.logprobs for row in rows),
+            is_constrained=any(row.request.is_constrained for row in rows),
+        )
+
+    def _key(self, row_set: _RowSet, max_seq_len: int) -> DecodeKey:
+        reach = min(max_seq_len + self._device.step_reach, self._kv_lens[-1])
+        mode, is_masked = row_set.mode, row_set.is_constrained
         if self._is_on_gpu:
             # edits and masks share their graphs
             is_masked |= mode.edits_logits
             mode = _captured(mode, self._gpu_modes, is_masked=is_masked)
         return DecodeKey(
-            num_rows=bucket_for(len(plan.decode), self._buckets),
+            num_rows=row_set.slots.size,
             window=self._window,
             kv_len=bucket_for(reach, self._kv_lens),
             mode=mode,
-            num_top=num_top(row.request.params.logprobs for row in plan.decode),
+            num_top=row_set.num_top,
             is_masked=is_masked,
         )
 
@@ -201,33 +227,24 @@ class DecodeRunner:
             parents = [(bits[i] ^ 1 << i).bit_length() - 1 for i in range(1, 1 + count)]
         return WindowDrafts(fetched[1 : 1 + count], parents)
 
-    def _arrays(
-        self, key: DecodeKey, rows: Sequence[DecodeRow], entries: Sequence[PageEntry]
-    ) -> dict[str, np.ndarray]:
+    def _arrays(self, slots: np.ndarray, entries: Sequence[PageEntry]) -> dict[str, np.ndarray]:
         geometry, columns = self._device.geometry, self._device.num_page_columns
-        num_padding = key.num_rows - len(rows)
-        num_entries = key.num_rows * self._pages_per_row
-        assert len(entries) <= num_entries, f"{len(entries)} page entries, room for {num_entries}"
-        spare = num_entries - len(entries)
-        null_entry = geometry.null_slot * columns
-        return {
-            "slots": np.array(
-                [r.slot for r in rows] + [geometry.null_slot] * num_padding, np.int64
-            ),
-            "page_index": np.array(
-                [e.slot * columns + e.index for e in entries] + [null_entry] * spare, np.int64
-            ),
-            "page_value": np.array(
-                [e.page for e in entries] + [geometry.null_page] * spare, np.int64
-            ),
-        }
+        room, count = slots.size * self._pages_per_row, len(entries)
+        assert count <= room, f"{count} page entries, room for {room}"
+        page_index = np.full(room, geometry.null_slot * columns)
+        page_index[:count] = [entry.slot * columns + entry.index for entry in entries]
+        page_value = np.full(room, geometry.null_page)
+        page_value[:count] = [entry.page for entry in entries]
+        return {"slots": slots, "page_index": page_index, "page_value": page_value}
 
     def _stages(self, key: DecodeKey) -> list[Stage]:
-        arrays = self._arrays(key, (), ())
-        inputs = self._upload.send(arrays)
+        slots = np.full(key.num_rows, self._device.geometry.null_slot)
+        arrays = self._arrays(slots, ())
+        self._upload.send(arrays)
+        inputs = self._upload.views(arrays)
         seams = Seams()
         if self._host_plans is not None:
-            self._host_plans.begin(arrays["slots"], is_dummy=True)
+            self._host_plans.begin(slots, is_dummy=True)
             seams = self._host_plans.seams(key.kv_len)
         stages = [
             Stage("verify", lambda _: self._verify(key, inputs), plan=seams.verify),

@@ -78,22 +78,29 @@ class Upload:
         self._device = torch.zeros(capacity_bytes, dtype=torch.uint8, device=device)
         self._turn = 0
 
-    def send(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-        """Copy `arrays` and return their device views, valid until the next call."""
+    def send(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Copy `arrays` to where `views` finds them; they stay there until the next call."""
         host = self._host[self._turn]
         self._turn = (self._turn + 1) % RING_LEN
         host.event.wait()
-        views: dict[str, Tensor] = {}
         offset = 0
         for name, array in arrays.items():
             end = offset + array.nbytes
             assert end <= host.array.size, f"{name} ends at byte {end} of {host.array.size}"
             host.array[offset:end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            typed = self._device[offset:end].view(TORCH_DTYPES[array.dtype])
-            views[name] = typed.view(array.shape)
             offset = -(-end // ALIGNMENT) * ALIGNMENT
         self._device[:offset].copy_(host.tensor[:offset], non_blocking=True)
         host.event.record()
+
+    def views(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+        """Where arrays of these shapes and types lie on the device, whenever they are sent."""
+        views: dict[str, Tensor] = {}
+        offset = 0
+        for name, array in arrays.items():
+            end = offset + array.nbytes
+            typed = self._device[offset:end].view(TORCH_DTYPES[array.dtype])
+            views[name] = typed.view(array.shape)
+            offset = -(-end // ALIGNMENT) * ALIGNMENT
         return views
 
 

@@ -39,7 +39,9 @@ class MaskUpload:
             4 * (self._max_positions + num_masks * self._num_words) + 64, device.device
         )
         # a view of all of it: what is sent later lies at the same places, and may be less
-        self._views = self._upload.send(self._arrays(num_masks))
+        arrays = self._arrays(num_masks)
+        self._upload.send(arrays)
+        self._views = self._upload.views(arrays)
         self._is_clear = True
 
     def rows(self, num_rows: int, window: int) -> MaskRows:
@@ -72,9 +74,9 @@ class MaskUpload:
                 masks = arrays["masks"][first:][:window]
                 tokens, parents = drafts[row]
                 request.grammar.fill(request.output_ids, tokens, masks, parents)
-        sent = self._upload.send(arrays)
+        self._upload.send(arrays)
         if constrained:
-            own = sent["masks"][1:]
+            own = self._upload.views(arrays)["masks"][1:]
             summed = self._communicator.all_reduce(own)
             if summed is not own:
                 own.copy_(summed)

@@ -155,7 +155,8 @@ class PrefillRunner:
         arrays: Mapping[str, np.ndarray],
         segments: tuple[PrefillSegment, ...],
     ) -> None:
-        inputs = self._room_upload.send(arrays)
+        self._room_upload.send(arrays)
+        inputs = self._room_upload.views(arrays)
         self._device.table.admit(inputs)
         graph = self._graphs.find(room)
         if graph is None:
@@ -166,7 +167,9 @@ class PrefillRunner:
 
     def _stages(self, room: PrefillRoom) -> list[Stage]:
         layout = self._lay_out((), room)
-        inputs = self._room_upload.send(self._arrays(layout, room))
+        arrays = self._arrays(layout, room)
+        self._room_upload.send(arrays)
+        inputs = self._room_upload.views(arrays)
         # on a GPU one graph serves greedy and drawn rows
         chunk = self._chunk_in(room, layout, inputs, SamplingMode.DRAWN)
         return [Stage("prefill", lambda _: self._step(chunk))]
@@ -187,7 +190,8 @@ class PrefillRunner:
         counts = count_arrays(segments, device.model.architecture.vocab_size)
         arrays = self._arrays(layout, None) | layout.admission | counts
         self._upload.reserve(arrays)
-        inputs = self._upload.send(arrays)
+        self._upload.send(arrays)
+        inputs = self._upload.views(arrays)
         device.table.admit(inputs)
         if counts["counted_slots"].size:
             device.table.recount(inputs)

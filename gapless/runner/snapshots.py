@@ -67,7 +67,8 @@ class Saver:
     def _send(self, **integers: list[int]) -> dict[str, Tensor]:
         arrays = {name: np.array(values, np.int64) for name, values in integers.items()}
         self._upload.reserve(arrays)
-        return self._upload.send(arrays)
+        self._upload.send(arrays)
+        return self._upload.views(arrays)
 
     def _fold(self, saved: SavedSlots, part: slice) -> None:
         """Write some slots' states at their positions into their rows, in all linear layers."""

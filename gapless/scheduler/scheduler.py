@@ -67,22 +67,6 @@ class SchedulerLimits(CacheLimits):
             assert value >= 1, f"{name}={value}: want at least 1"
 
 
-def committed_len(request: Request) -> int:
-    """Tokens whose KV and state are final, as far as the host has read.
-
-    Of a request that decodes the newest token is never committed; while its first token is unread,
-    all the launched ones are.
-    """
-    if request.status is Status.PREFILL:
-        return request.launched_len
-    return max(request.launched_len, len(request.token_ids) - 1)
-
-
-def is_read(request: Request) -> bool:
-    """Whether no launched step that names the request is unread."""
-    return request.unread_steps == 0
-
-
 def reason_to_end(request: Request) -> FinishReason | None:
     """Why the newest token of a request ends it, by the rule that the device follows too."""
     total_len = len(request.token_ids)
@@ -102,8 +86,9 @@ class Scheduler:
         self._cache = CacheManager(limits)
         self._slots = IdPool(limits.max_running_requests)
         self._requests: dict[str, Request] = {}
-        # both in order of arrival, and all of `_running` arrived before all of `_waiting`
-        self._running: dict[Request, None] = {}
+        # both in order of arrival, and all of `_running` arrived before all of `_waiting`; beside
+        # each that runs, the row that stands for it in every batch until it gives up its slot
+        self._running: dict[Request, DecodeRow] = {}
         self._waiting: deque[Request] = deque()
         # those among both that a grammar constrains
         self._constrained: set[Request] = set()
@@ -182,14 +167,14 @@ class Scheduler:
         assert len(self._unread) <= RUN_AHEAD, (
             f"{len(self._unread)} launched steps are unread, at most {RUN_AHEAD} may be"
         )
-        if any(r.status is Status.DECODE and not is_read(r) for r in self._constrained):
+        if any(r.status is Status.DECODE and not self._is_read(r) for r in self._constrained):
             return None
         self._cache.prefix.begin_step()
         promised = self._promised_tokens()
         page_entries = self._grow_decode_rows(promised)
         prefill = tuple(self._cut_segments())
         promised.update(segment.request for segment in prefill if segment.is_last)
-        rows = self._decode_requests(promised)
+        rows = self._decode_rows(promised)
         awaits_stores = False
         if not prefill and not rows:
             if self._unread or not self._requests:
@@ -199,7 +184,7 @@ class Scheduler:
         plan = StepPlan(
             step_id=self._num_plans,
             prefill=prefill,
-            decode=tuple(DecodeRow(request, request.slot) for request in rows),
+            decode=tuple(rows),
             page_entries=page_entries,
             max_seq_len=self._largest_seq_len(rows),
             saves=tuple(self._saves),
@@ -212,8 +197,6 @@ class Scheduler:
         self._page_copies.clear()
         self._num_plans += 1
         self._unread.append(plan)
-        for request in _named_requests(plan):
-            request.unread_steps += 1
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Delta]:
@@ -224,46 +207,72 @@ class Scheduler:
         """
         assert next(iter(self._unread), None) is plan, f"step {plan.step_id} is not the oldest"
         self._unread.popleft()
-        for request in _named_requests(plan):
-            request.unread_steps -= 1
         self._cache.prefix.end_stores(result.num_stored)
         self._prompt_logprobs.collect(plan, result)
-        self._count(plan, result)
-        emitted: dict[Request, list[int]] = {}
-        logprobs: dict[Request, list[LogprobRow]] = {}
-        for request, tokens, rows in _emissions(plan, result):
-            if request.status is Status.FINISHED and request not in emitted:
-                continue
-            assert tokens or request.status is Status.FINISHED, (
-                f"{request.request_id} is done on the device only"
-            )
-            self._append(request, tokens)
-            emitted.setdefault(request, []).extend(tokens)
-            logprobs.setdefault(request, []).extend(rows)
-        return [self._news(r, tokens, logprobs[r]) for r, tokens in emitted.items()]
-
-    def _count(self, plan: StepPlan, result: StepResult) -> None:
-        """Count the decode rows; their requests' tokens are those from before the step."""
         for segment in plan.prefill:
             segment.request.checkpoint_len = segment.end
-        grid = self._limits.replay_len
-        lens, proposed = result.decode_lens.tolist(), result.decode_proposed.tolist()
-        first_tokens = {segment.request for segment in plan.sampled}
-        for row, num_emitted, num_proposed in zip(plan.decode, lens, proposed, strict=True):
-            request = row.request
-            if num_emitted == 0:
+        news = self._take_first_tokens(plan, result)
+        self._take_windows(plan, result, news)
+        return list(news.values())
+
+    def _take_first_tokens(self, plan: StepPlan, result: StepResult) -> dict[Request, Delta]:
+        news: dict[Request, Delta] = {}
+        firsts = result.prefill_tokens.tolist()
+        for i, (segment, token) in enumerate(zip(plan.sampled, firsts, strict=True)):
+            request = segment.request
+            if request.status is Status.FINISHED:
                 continue
-            # a first token sampled by this very step is not among the tokens yet
-            seq_len = len(request.token_ids) - (request not in first_tokens)
-            start = request.checkpoint_len
-            request.checkpoint_len = max(start, seq_len // grid * grid)
-            for counters in (self.counters, request.counters):
-                counters.record(
-                    emitted=num_emitted,
-                    proposed=num_proposed,
-                    flushes=request.checkpoint_len > start,
-                    ring_entries=seq_len - start,
+            prompt_logprobs = () if request.num_output else self._prompt_logprobs.take(request)
+            self._append(request, (token,))
+            news[request] = Delta(
+                request,
+                (token,),
+                request.finish_reason,
+                logprobs=_logprobs(request, result.prefill_logprobs, i, 1),
+                prompt_logprobs=prompt_logprobs,
+            )
+        return news
+
+    def _take_windows(self, plan: StepPlan, result: StepResult, news: dict[Request, Delta]) -> None:
+        """Append and count what decode rows emitted; `news` holds the first tokens of this step."""
+        grid, finished, counters = self._limits.replay_len, Status.FINISHED, self.counters
+        windows: Counter[tuple[int, int]] = Counter()
+        rows = zip(
+            plan.decode,
+            result.decode_tokens.tolist(),
+            result.decode_lens.tolist(),
+            result.decode_proposed.tolist(),
+            strict=True,
+        )
+        for i, (row, window, num_emitted, num_proposed) in enumerate(rows):
+            request = row.request
+            first = news.get(request)
+            if request.status is finished and first is None:
+                continue
+            if num_emitted == 0:
+                assert request.status is finished, (
+                    f"{request.request_id} is done on the device only"
                 )
+                continue
+            # those that were committed when the step started: all but the newest
+            seq_len, checkpoint_len = len(request.token_ids) - 1, request.checkpoint_len
+            folded_len = max(checkpoint_len, seq_len // grid * grid)
+            request.checkpoint_len = folded_len
+            flushes, entries = folded_len > checkpoint_len, seq_len - checkpoint_len
+            request.num_flushes += flushes
+            request.ring_entries += entries
+            counters.num_flushes += flushes
+            counters.ring_entries += entries
+            kind = num_emitted, num_proposed
+            request.windows[kind] += 1
+            windows[kind] += 1
+            tokens = tuple(window[:num_emitted])
+            self._append(request, tokens)
+            logprobs = _logprobs(request, result.decode_logprobs, i, num_emitted)
+            delta = Delta(request, tokens, request.finish_reason, logprobs=logprobs)
+            news[request] = delta if first is None else _joined(first, delta)
+        for (num_emitted, num_proposed), num_rows in windows.items():
+            counters.record(num_emitted, num_proposed, num_rows)
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> Delta:
         """End a request for a reason that the device does not see, and release all it holds.
@@ -307,9 +316,8 @@ class Scheduler:
             assert request.status is Status.WAITING, f"{request} waits"
             assert request.slot == request.state_row == -1, f"{request} holds a slot or row"
             assert not request.pages, f"{request} holds pages"
-        unread = Counter(request for plan in self._unread for request in _named_requests(plan))
-        for request in (*self._requests.values(), *unread):
-            assert request.unread_steps == unread[request], f"{request}: {unread[request]} unread"
+        for request, row in self._running.items():
+            assert row == DecodeRow(request, request.slot), f"{request} is not in its row"
 
     def _reason_to_refuse(self, request: Request) -> str | None:
         limits, limit_len, prompt_len = self._limits, request.limit_len, len(request.prompt_ids)
@@ -341,24 +349,34 @@ class Scheduler:
             promised.update(row.request for row in plan.decode)
         return promised
 
-    def _decode_requests(self, promised: Counter[Request]) -> list[Request]:
-        """Requests that decode, but for those which the host knows to be done by then.
+    def _is_read(self, request: Request) -> bool:
+        """Whether no launched step that names the request is unread."""
+        return not any(
+            request in (segment.request for segment in plan.prefill)
+            or request in (row.request for row in plan.decode)
+            for plan in self._unread
+        )
+
+    def _decode_rows(self, promised: Counter[Request]) -> list[DecodeRow]:
+        """Rows of requests that decode, but for those which the host knows to be done by then.
 
         A constrained one sits out the step that samples its first token.
         """
+        decode = Status.DECODE
         return [
-            request
-            for request in self._running
-            if request.status is Status.DECODE
-            and len(request.token_ids) + promised[request] < request.limit_len
-            and not (promised[request] and request.is_constrained)
+            row
+            for request, row in self._running.items()
+            if request.status is decode
+            and len(request.token_ids) + (ahead := promised[request]) < request.limit_len
+            and not (ahead and request in self._constrained)
         ]
 
     def _grow_decode_rows(self, promised: Counter[Request]) -> tuple[PageEntry, ...]:
         # oldest first, and it is the newest that yields: the oldest always gets on
         entries: list[PageEntry] = []
-        for request in self._decode_requests(promised):
-            if request in self._running:
+        for row in self._decode_rows(promised):
+            request = row.request
+            if request.committed_len > request.covered_len and request in self._running:
                 entries += self._grow(request)
         return tuple(entries)
 
@@ -375,13 +393,13 @@ class Scheduler:
 
     def _try_grow(self, request: Request) -> list[PageEntry] | None:
         is_alone = len(self._running) == 1
-        return self._cache.grow(request, committed_len(request), is_alone=is_alone)
+        return self._cache.grow(request, request.committed_len, is_alone=is_alone)
 
     def _retract(self, request: Request) -> None:
         """Send a request back to the head of the queue with its tokens and nothing else."""
-        self._release(request, committed_len(request))
+        self._release(request, request.committed_len)
         request.status = Status.WAITING
-        request.launched_len = 0
+        request.committed_len = 0
         self._waiting.appendleft(request)
         self._cache.counters.num_retractions += 1
         logger.info("%s goes back to the queue: too few pages are free", request.request_id)
@@ -389,9 +407,9 @@ class Scheduler:
     def _cut_segments(self) -> Iterator[PrefillSegment]:
         budget = self._limits.chunked_prefill_size
         for request, admission in self._prefilling():
-            start, total_len = request.launched_len, len(request.token_ids)
+            start, total_len = request.committed_len, len(request.token_ids)
             end = min(total_len, start + budget)
-            request.launched_len = end
+            request.committed_len = end
             if end == total_len:
                 request.status = Status.DECODE
             yield PrefillSegment(
@@ -412,7 +430,8 @@ class Scheduler:
 
     def _prefilling(self) -> Iterator[tuple[Request, Admission | None]]:
         """Requests with tokens to launch; the waiting ones are admitted as they are asked for."""
-        for request in [r for r in self._running if r.status is Status.PREFILL]:
+        prefill = Status.PREFILL
+        for request in [r for r in self._running if r.status is prefill]:
             yield request, None
         self._wait_reason = None
         while self._waiting:
@@ -421,13 +440,13 @@ class Scheduler:
                 self._note_wait(admitted)
                 return
             request = self._waiting.popleft()
-            request.launched_len = admitted.cached_len
+            request.committed_len = admitted.cached_len
             if admitted.page_copy is not None:
                 self._page_copies.append(admitted.page_copy)
             yield request, admitted
 
     def _admit(self, request: Request) -> Admission | WaitReason:
-        if not is_read(request):
+        if not self._is_read(request):
             return WaitReason.UNREAD
         if self._slots.num_free == 0:
             return WaitReason.SLOTS
@@ -438,7 +457,7 @@ class Scheduler:
         assert slot is not None, "a slot was free above"
         request.slot = slot
         request.status = Status.PREFILL
-        self._running[request] = None
+        self._running[request] = DecodeRow(request, slot)
         return admitted
 
     def _note_wait(self, reason: WaitReason) -> None:
@@ -448,32 +467,33 @@ class Scheduler:
         waits[reason] = waits.get(reason, 0) + 1
         self._wait_reason = reason
 
-    def _largest_seq_len(self, requests: Iterable[Request]) -> int:
+    def _largest_seq_len(self, rows: Iterable[DecodeRow]) -> int:
         """Upper bound of the device's committed lengths when the planned step starts."""
         limits = self._limits
         unread = most_emitted(limits.max_window, limits.tree) * len(self._unread)
-        lens = (min(committed_len(r) + unread, r.limit_len - 1) for r in requests)
+        lens = (min(row.request.committed_len + unread, row.request.limit_len - 1) for row in rows)
         return max(lens, default=0)
 
-    def _append(self, request: Request, tokens: Iterable[int]) -> None:
+    def _append(self, request: Request, tokens: tuple[int, ...]) -> None:
+        token_ids = request.token_ids
+        new_len = len(token_ids) + len(tokens)
+        if new_len < request.limit_len and set(tokens).isdisjoint(request.stop_ids):
+            # none of them can end it
+            assert request.status is not Status.FINISHED, (
+                f"{request.request_id}: tokens {tokens} after its end"
+            )
+            token_ids += tokens
+            request.committed_len = new_len - 1
+            return
         for token in tokens:
             assert request.status is not Status.FINISHED, (
                 f"{request.request_id}: token {token} after its end"
             )
-            request.token_ids.append(token)
+            token_ids.append(token)
+            request.committed_len = len(token_ids) - 1
             reason = reason_to_end(request)
             if reason is not None:
                 self._end(request, reason)
-
-    def _news(self, request: Request, tokens: list[int], rows: list[LogprobRow]) -> Delta:
-        is_first = request.num_output == len(tokens)
-        return Delta(
-            request,
-            tuple(tokens),
-            request.finish_reason,
-            logprobs=tuple(rows),
-            prompt_logprobs=self._prompt_logprobs.take(request) if is_first else (),
-        )
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         assert request.status is not Status.FINISHED, f"{request.request_id} has ended before"
@@ -481,7 +501,7 @@ class Scheduler:
             self._waiting.remove(request)
         else:
             # what an error left is not to be trusted
-            kept = 0 if reason is FinishReason.ERROR else committed_len(request)
+            kept = 0 if reason is FinishReason.ERROR else request.committed_len
             self._release(request, kept)
         del self._requests[request.request_id]
         self._constrained.discard(request)
@@ -498,36 +518,22 @@ class Scheduler:
         request.slot = -1
 
 
-def _named_requests(plan: StepPlan) -> list[Request]:
-    """Each request of a plan once."""
-    segments = (segment.request for segment in plan.prefill)
-    return list(dict.fromkeys((*segments, *(row.request for row in plan.decode))))
-
-
-def _emissions(
-    plan: StepPlan, result: StepResult
-) -> Iterator[tuple[Request, list[int], list[LogprobRow]]]:
-    """Requests, tokens that a step emitted for them, and their log-probabilities if wanted.
-
-    First tokens come first.
-    """
-    firsts = result.prefill_tokens.tolist()
-    for i, (segment, token) in enumerate(zip(plan.sampled, firsts, strict=True)):
-        yield segment.request, [token], _logprobs(segment.request, result.prefill_logprobs, i, 1)
-    lens = result.decode_lens.tolist()
-    for i, (row, tokens, num_tokens) in enumerate(
-        zip(plan.decode, result.decode_tokens.tolist(), lens, strict=True)
-    ):
-        rows = _logprobs(row.request, result.decode_logprobs, i, num_tokens)
-        yield row.request, tokens[:num_tokens], rows
+def _joined(first: Delta, window: Delta) -> Delta:
+    """News of a request whose first token and first window are of the same step."""
+    return Delta(
+        window.request,
+        first.token_ids + window.token_ids,
+        window.finish_reason,
+        logprobs=first.logprobs + window.logprobs,
+        prompt_logprobs=first.prompt_logprobs,
+    )
 
 
 def _logprobs(
     request: Request, found: np.ndarray | None, index: int, count: int
-) -> list[LogprobRow]:
+) -> tuple[LogprobRow, ...]:
     """Rows of a request's `count` tokens, which are at `index` of what a step found."""
     if request.params.logprobs is None:
-        return []
+        return ()
     assert found is not None, f"{request.request_id} asked for log-probabilities"
-    rows: list[LogprobRow] = found[index].reshape(-1, found.shape[-1])[:count].tolist()
-    return rows
+    return tuple(found[index].reshape(-1, found.shape[-1])[:count].tolist())

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gapless.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
@@ -25,16 +27,21 @@ _MAX_TOKENS = 3 * _KEEP_TOKENS
 
 @dataclass(frozen=True)
 class TextUpdate:
-    """What one token adds to the text."""
+    """What tokens add to the text."""
 
     text: str
     """Final text, safe to send."""
     stop: str | None
     """The stop string that ended the text; it is not part of the text."""
+    num_tokens: int
+    """Tokens up to the one that completed the stop string; all of them without one."""
 
 
 class Detokenizer:
-    """Decodes one request's tokens as they come; each costs one decode of a bounded window."""
+    """Decodes one request's tokens as they come, all that come at once in one bounded window.
+
+    With stop strings they are decoded one by one, to find the one that completes such a string.
+    """
 
     def __init__(
         self,
@@ -46,6 +53,7 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._has_stops = bool(stop)
         self._matcher = _StopMatcher(stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -54,18 +62,22 @@ class Detokenizer:
         self._given = 0  # characters of the window's text that the matcher has had
         self._boundary = 0  # index in the window where it will be cut next
 
-    def push(self, token_id: int) -> TextUpdate:
-        """Add one token and return the text that became final.
+    def push(self, token_ids: Sequence[int]) -> TextUpdate:
+        """Add tokens and return the text that became final.
 
         A stop string counts if it is completed by the `min_tokens`-th token or a later one. Of
         those that one token completes, the one that begins first is taken, the shortest of several
         that begin there. After a stop, tokens add nothing and the stop is repeated.
         """
-        if self._stop is not None:
-            return TextUpdate("", self._stop)
-        self._num_tokens += 1
-        text = self._match(self._decode(token_id))
-        return TextUpdate(text, self._stop)
+        if not self._has_stops:
+            return TextUpdate(self._decode(token_ids), None, len(token_ids))
+        text = ""
+        for count, token_id in enumerate(token_ids):
+            if self._stop is not None:
+                return TextUpdate(text, self._stop, count)
+            self._num_tokens += 1
+            text += self._match(self._decode((token_id,)))
+        return TextUpdate(text, self._stop, len(token_ids))
 
     def flush(self) -> str:
         """Return the text still held, at the end of the tokens; empty after a stop.
@@ -85,17 +97,22 @@ class Detokenizer:
         text, self._stop = self._matcher.feed(fresh)
         return text
 
-    def _decode(self, token_id: int) -> str:
-        """Append a token to the window and return the text that it makes final."""
-        is_special = token_id in self._tokenizer.special_ids
-        if token_id >= self._tokenizer.vocab_size or (self._skip_special_tokens and is_special):
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        """Append tokens to the window and return the text that they make final."""
+        special, size = self._tokenizer.special_ids, self._tokenizer.vocab_size
+        fresh_ids = [
+            token_id
+            for token_id in token_ids
+            if token_id < size and not (self._skip_special_tokens and token_id in special)
+        ]
+        if not fresh_ids:
             return ""
-        self._window.append(token_id)
+        self._window += fresh_ids
         text = self._window_text()
         # bytes of an unfinished character decode to replacement characters; a byte-fallback
         # decoder makes so even of the whole characters right before it
         num_unfinished = len(text) - len(text.rstrip(_REPLACEMENT))
-        if len(self._window) == _MAX_TOKENS:
+        if len(self._window) >= _MAX_TOKENS:
             num_unfinished = min(num_unfinished, _MAX_UNFINISHED)
         end = len(text) - num_unfinished
         fresh = text[self._given : end]
@@ -108,7 +125,7 @@ class Detokenizer:
         if num_unfinished == 0 and num_tokens - self._boundary >= _KEEP_TOKENS:
             self._window = self._window[self._boundary :]
             self._boundary = len(self._window)
-        elif num_tokens == _MAX_TOKENS:
+        elif num_tokens >= _MAX_TOKENS:
             self._window = self._window[-_KEEP_TOKENS:]
             self._boundary = 0
         if len(self._window) < num_tokens:

@@ -21,9 +21,14 @@ def _arrays(count: int, fill: int) -> dict[str, np.ndarray]:
     }
 
 
+def _sent(upload: Upload, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    upload.send(arrays)
+    return upload.views(arrays)
+
+
 def test_arrays_arrive_with_shape_type_and_value() -> None:
     arrays = _arrays(5, 7)
-    views = Upload(256, CPU).send(arrays)
+    views = _sent(Upload(256, CPU), arrays)
     assert list(views) == list(arrays)
     for name, array in arrays.items():
         assert views[name].shape == array.shape
@@ -32,8 +37,8 @@ def test_arrays_arrive_with_shape_type_and_value() -> None:
 
 def test_equal_shapes_land_at_equal_addresses() -> None:
     upload = Upload(256, CPU)
-    first = upload.send(_arrays(5, 1))
-    second = upload.send(_arrays(5, 2))
+    first = _sent(upload, _arrays(5, 1))
+    second = _sent(upload, _arrays(5, 2))
     assert {n: v.data_ptr() for n, v in first.items()} == {
         n: v.data_ptr() for n, v in second.items()
     }
@@ -50,9 +55,9 @@ def test_room_is_made_where_it_is_asked_for_and_kept() -> None:
     arrays = _arrays(50, 3)
     with forbid_syncs():
         upload.reserve(arrays)
-        first = upload.send(arrays)["ids"].data_ptr()
+        first = _sent(upload, arrays)["ids"].data_ptr()
         upload.reserve(_arrays(5, 3))
-        again = upload.send(arrays)
+        again = _sent(upload, arrays)
     assert again["ids"].data_ptr() == first
     np.testing.assert_array_equal(again["scale"].numpy(), arrays["scale"])
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from gapless.cache.pages import largest_reserved_len
 from gapless.core.request import FinishReason, Request, Status
 from gapless.core.sampling_params import SamplingParams
-from gapless.scheduler import scheduler as scheduler_module
 from gapless.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.scheduler.hash_device import (
     VOCAB_SIZE,
@@ -151,12 +150,12 @@ class Driver:
             self._take(delta)
             if delta.finish_reason is not None and delta.request in held:
                 slot = held[delta.request]
-                self.device.check_frozen(slot, scheduler_module.committed_len(delta.request))
+                self.device.check_frozen(slot, delta.request.committed_len)
                 self._check_snapshot(delta.request, slot)
         self.scheduler.check_conserved()
 
     def _check_snapshot(self, request: Request, slot: int) -> None:
-        position = scheduler_module.committed_len(request)
+        position = request.committed_len
         self.device.check_snapshot(slot, tuple(request.token_ids), position)
 
     def _take(self, delta: Delta) -> None:

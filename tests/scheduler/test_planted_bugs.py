@@ -14,6 +14,8 @@ from gapless.cache.manager import CacheManager
 from gapless.cache.pages import largest_reserved_len, reserved_len
 from gapless.cache.prefix import PrefixCache
 from gapless.core.draft_shape import TreeShape
+from gapless.core.request import Request
+from gapless.scheduler.scheduler import Scheduler
 from tests.scheduler.driver import run_program
 from tests.scheduler.hash_device import Flaw
 
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
 
     from gapless.cache.radix import Node
     from gapless.core.plan import SlotSave
-    from gapless.core.request import Request
 
 NUM_PROGRAMS = 40
 WINDOWS = (1, 2, 4)
@@ -157,7 +158,7 @@ def test_newest_token_is_committed(window: int, monkeypatch: pytest.MonkeyPatch)
     def total_len(request: Request) -> int:
         return len(request.token_ids)
 
-    monkeypatch.setattr("gapless.scheduler.scheduler.committed_len", total_len)
+    monkeypatch.setattr(Request, "committed_len", property(total_len, lambda _self, _len: None))
     assert goes_wrong(window)
 
 
@@ -180,7 +181,7 @@ def test_readmitted_before_its_step_is_read(window: int, monkeypatch: pytest.Mon
     monkeypatch.setattr("gapless.scheduler.scheduler.RUN_AHEAD", 2)
     monkeypatch.setattr("gapless.cache.manager.reserved_len", reserved_len_less(-window))
     assert not goes_wrong(window, run_ahead=2, num_programs=400)
-    monkeypatch.setattr("gapless.scheduler.scheduler.is_read", lambda _request: True)
+    monkeypatch.setattr(Scheduler, "_is_read", lambda _self, _request: True)
     assert goes_wrong(window, run_ahead=2, num_programs=400)
 
 

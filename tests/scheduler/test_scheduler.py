@@ -181,7 +181,6 @@ def test_newest_is_retracted_and_keeps_what_comes_in() -> None:
     assert names(plan_of(scheduler)) == ["a"]
     assert scheduler.cache_counters.num_retractions == 1
     assert newest.status is Status.WAITING
-    assert newest.unread_steps == 1
     commit(scheduler, second, token=5)
     assert newest.output_ids == [1, 1, 5]
     scheduler.check_conserved()
@@ -248,7 +247,6 @@ def test_host_end_drops_unread_tokens_and_frees_at_once() -> None:
     assert second.prefill[0].slot == first.prefill[0].slot
     assert commit(scheduler, first) == []
     assert request.output_ids == []
-    assert request.unread_steps == 0
     with pytest.raises(AssertionError, match="ended before"):
         scheduler.finish(request, FinishReason.ABORT)
     assert scheduler.abort("a") is None

@@ -73,7 +73,7 @@ def test_byte_fallback_with_stop_strings(fallback: Tokenizer, text: str, stop: l
     whole = fallback.decode(ids, skip_special_tokens=True)
     sent = ""
     for token_id in ids:
-        update = detok.push(token_id)
+        update = detok.push([token_id])
         # never a part of a character
         assert "\ufffd" not in update.text
         sent += update.text

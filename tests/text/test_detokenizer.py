@@ -37,6 +37,7 @@ IDS = st.lists(
 )
 # text whose characters have 1 to 4 bytes, as single-byte tokens
 TEXT = st.text(st.sampled_from("ab é€🙂"), max_size=40)
+AT_ONCE = st.integers(1, 9)
 STOPS = st.lists(st.text(st.sampled_from("abé€🙂"), min_size=1, max_size=4), max_size=3)
 
 
@@ -51,11 +52,11 @@ def detokenizer(
     return Detokenizer(tokenizer, stop=stop, skip_special_tokens=skip, min_tokens=min_tokens)
 
 
-def run(detok: Detokenizer, ids: list[int]) -> tuple[list[str], str | None]:
+def run(detok: Detokenizer, ids: list[int], at_once: int = 1) -> tuple[list[str], str | None]:
     """Return the pieces, flushed, and the stop string."""
     pieces: list[str] = []
-    for token_id in ids:
-        update = detok.push(token_id)
+    for first in range(0, len(ids), at_once):
+        update = detok.push(ids[first : first + at_once])
         pieces.append(update.text)
         if update.stop is not None:
             assert detok.flush() == ""
@@ -83,32 +84,43 @@ def expected(
     return tokenizer.decode(ids, skip_special_tokens=skip), None
 
 
-@given(ids=IDS, skip=st.booleans())
+@given(ids=IDS, skip=st.booleans(), at_once=AT_ONCE)
 def test_joined_pieces_equal_full_decode(
-    tokenizer: Tokenizer, hf_tokenizer: PreTrainedTokenizerFast, ids: list[int], skip: bool
+    tokenizer: Tokenizer,
+    hf_tokenizer: PreTrainedTokenizerFast,
+    ids: list[int],
+    skip: bool,
+    at_once: int,
 ) -> None:
-    pieces, stop = run(detokenizer(tokenizer, skip=skip), ids)
+    pieces, stop = run(detokenizer(tokenizer, skip=skip), ids, at_once)
     assert stop is None
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip)
     assert "".join(pieces) == hf_tokenizer.decode(ids, skip_special_tokens=skip)
 
 
-@given(data=st.binary(max_size=120) | TEXT.map(lambda text: text.encode()))
-@example(data=b"\x80" * 100)
-@example(data=b"\xf0\x9f\x98" * 40)
-@example(data="🙂".encode() * 30)
-@example(data=b"\xe2" + "€".encode() * 40 + b"\xe2\x82")
-def test_any_bytes_join_to_their_decode(tokenizer: Tokenizer, data: bytes) -> None:
-    pieces, _ = run(detokenizer(tokenizer), byte_ids(data))
+@given(data=st.binary(max_size=120) | TEXT.map(lambda text: text.encode()), at_once=AT_ONCE)
+@example(data=b"\x80" * 100, at_once=1)
+@example(data=b"\x80" * 100, at_once=7)
+@example(data=b"\xf0\x9f\x98" * 40, at_once=1)
+@example(data="🙂".encode() * 30, at_once=1)
+@example(data="🙂".encode() * 30, at_once=5)
+@example(data=b"\xe2" + "€".encode() * 40 + b"\xe2\x82", at_once=1)
+def test_any_bytes_join_to_their_decode(tokenizer: Tokenizer, data: bytes, at_once: int) -> None:
+    pieces, _ = run(detokenizer(tokenizer), byte_ids(data), at_once)
     assert "".join(pieces) == data.decode(errors="replace")
 
 
-@given(ids=IDS, stop=STOPS, skip=st.booleans(), min_tokens=st.integers(0, 12))
+@given(ids=IDS, stop=STOPS, skip=st.booleans(), min_tokens=st.integers(0, 12), at_once=AT_ONCE)
 def test_stop_strings_in_random_tokens(
-    tokenizer: Tokenizer, ids: list[int], stop: list[str], skip: bool, min_tokens: int
+    tokenizer: Tokenizer,
+    ids: list[int],
+    stop: list[str],
+    skip: bool,
+    min_tokens: int,
+    at_once: int,
 ) -> None:
     detok = detokenizer(tokenizer, stop=tuple(stop), skip=skip, min_tokens=min_tokens)
-    pieces, hit = run(detok, ids)
+    pieces, hit = run(detok, ids, at_once)
     assert ("".join(pieces), hit) == expected(tokenizer, ids, tuple(stop), skip, min_tokens)
 
 
@@ -129,7 +141,7 @@ def test_no_more_is_held_than_a_stop_string_needs(
     detok = detokenizer(tokenizer, stop=tuple(stop))
     sent, ids = "", byte_ids(text.encode())
     for count, token_id in enumerate(ids, 1):
-        update = detok.push(token_id)
+        update = detok.push([token_id])
         sent += update.text
         if update.stop is not None:
             return
@@ -184,7 +196,7 @@ def test_stop_string_examples(
 
 def test_tokens_after_a_stop_add_nothing(tokenizer: Tokenizer) -> None:
     detok = detokenizer(tokenizer, stop=("b",))
-    updates = [detok.push(token_id) for token_id in byte_ids(b"abcd")]
+    updates = [detok.push([token_id]) for token_id in byte_ids(b"abcd")]
     assert [(u.text, u.stop) for u in updates] == [("a", None), ("", "b"), ("", "b"), ("", "b")]
     assert detok.flush() == ""
 
@@ -235,7 +247,7 @@ def test_replacement_character_may_be_a_stop(tokenizer: Tokenizer) -> None:
 def test_flush_twice_gives_text_once(tokenizer: Tokenizer) -> None:
     detok = detokenizer(tokenizer, stop=("bc",))
     for token_id in byte_ids(b"ab\xe2"):
-        detok.push(token_id)
+        detok.push([token_id])
     assert detok.flush() == "b\ufffd"
     assert detok.flush() == ""
 
