@@ -114,8 +114,12 @@ MAX_NARROW = 4
 
 # (most tokens of a window, is_per_channel) -> a launch per row bucket
 WINDOWS: dict[tuple[int, bool], tuple[WindowLaunch, WindowLaunch, WindowLaunch]] = {
-    (4, False): (WindowLaunch(16), WindowLaunch(16), WindowLaunch(16)),
-    (4, True): (WindowLaunch(16, 1, 4), WindowLaunch(16), WindowLaunch(16)),
+    (4, False): (
+        WindowLaunch(16, 1, 4),
+        WindowLaunch(16, max_registers=128),
+        WindowLaunch(16, max_registers=128),
+    ),
+    (4, True): (WindowLaunch(16, 1, 4), WindowLaunch(16, 1, 2), WindowLaunch(16)),
     (8, False): (WindowLaunch(16), WindowLaunch(16), WindowLaunch(16)),
     (8, True): (WindowLaunch(16, 1, 4), WindowLaunch(16, 1, 2), WindowLaunch(16, 1, 2)),
     (16, False): (WindowLaunch(32, 2, 4), WindowLaunch(32, 2, 2), WindowLaunch(32, 2, 2)),
