@@ -64,10 +64,12 @@ def branches_differ(warm: LLM, cold: LLM, offsets: tuple[int, ...], length: int)
     """Offsets at which a branch off a cached prompt does not come out as without the cache."""
     base = tokens(length)
     warm.generate(base, PARAMS)
-    for offset in offsets:
-        for params in (PARAMS, SAMPLED):
-            prompt = base[:offset] + tokens(5, seed=offset)
-            if not same(warm.generate(prompt, params), cold.generate(prompt, params)):
+    prompts = [base[:offset] + tokens(5, seed=offset) for offset in offsets]
+    # the second time each prompt is in the cache itself
+    for params in (PARAMS, SAMPLED):
+        found, expected = warm.generate(prompts, params), cold.generate(prompts, params)
+        for offset, *results in zip(offsets, found, expected, strict=True):
+            if not same(*results):
                 yield offset
 
 
