@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -107,11 +108,11 @@ def test_drafts_change_no_output_and_survive_the_cache(
     plain = make_llm(directory, speculative_algorithm="none", disable_prefix_cache=True)
     llm = make_llm(directory, chunked_prefill_size=16)
     cold = make_llm(directory, chunked_prefill_size=16, disable_prefix_cache=True)
-    sampled = SamplingParams(temperature=1.1, top_k=40, seed=5, max_tokens=24, ignore_eos=True)
+    sampled = SamplingParams(temperature=1.1, top_k=40, seed=5, ignore_eos=True)
     base = [*range(30, 71)]
     prompts = [[9], base, [*base[:32], 7, 8], [*base[:17], 9], [*base, 11]]
     both = [prompt for prompt in prompts for _ in range(2)]
-    params = [PARAMS, sampled] * len(prompts)
+    params = [replace(own, max_tokens=16) for own in (PARAMS, sampled)] * len(prompts)
     expected, again = plain.generate(both, params), cold.generate(both, params)
     found = [r for prompt in prompts for r in llm.generate([prompt] * 2, params[:2])]
     assert [r.token_ids for r in found] == [r.token_ids for r in expected]
