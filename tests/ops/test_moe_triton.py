@@ -84,7 +84,7 @@ def test_route_of_a_poisoned_row_stays_within_the_experts() -> None:
         assert torch.equal(experts[row], clean[1][row])
 
 
-@pytest.mark.parametrize("tokens", [1, 9, pytest.param(21, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tokens", [1, 5, pytest.param(21, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 @pytest.mark.parametrize("name", PATHS)
 def test_mix_agrees_with_float64(
@@ -96,7 +96,7 @@ def test_mix_agrees_with_float64(
     close(out, reference.mix_experts(*wide(inputs)), tolerance)
 
 
-@pytest.mark.parametrize("tokens", [1, 9, pytest.param(21, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tokens", [1, 5, pytest.param(21, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 @pytest.mark.parametrize("name", PATHS)
 def test_mix_without_gates_agrees_with_float64(
@@ -138,9 +138,9 @@ def test_pairs_cut_otherwise_agree_with_float64(sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("name", PATHS)
 def test_rows_that_are_not_live_are_zeros_and_read_no_expert(name: str) -> None:
-    inputs = draw_mix(6)
+    inputs = draw_mix(4)
     experts = inputs[2]
-    live = torch.tensor([True, False, True, True, False, True], device=DEVICE)
+    live = torch.tensor([True, False, False, True], device=DEVICE)
     # two experts that rows without life alone have chosen, full of NaN
     experts[:] = torch.tensor([0, 4, 2])
     experts[~live] = torch.tensor([1, 3, 6], device=DEVICE)
@@ -157,8 +157,8 @@ def test_rows_that_are_not_live_are_zeros_and_read_no_expert(name: str) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 @pytest.mark.parametrize("name", PATHS)
 def test_extra_term_is_gated_and_added(name: str, dtype: torch.dtype, tolerance: float) -> None:
-    inputs = draw_mix(5, dtype)
-    term, gates = draw(5, D + 3, dtype=dtype)[:, :-3], draw(5, 9, dtype=dtype)
+    inputs = draw_mix(3, dtype)
+    term, gates = draw(3, D + 3, dtype=dtype)[:, :-3], draw(3, 9, dtype=dtype)
     extra = (term, gates[:, 8:])
     out = path(name)(*inputs, extra=extra)
     wanted = reference.mix_experts(*wide(inputs)) + term.double() * gates[:, 8:].double().sigmoid()
@@ -169,21 +169,21 @@ def test_extra_term_is_gated_and_added(name: str, dtype: torch.dtype, tolerance:
 
 @pytest.mark.parametrize("name", PATHS)
 def test_order_of_the_chosen_experts_does_not_matter(name: str) -> None:
-    x, weights, experts, *matrices = draw_mix(5)
+    x, weights, experts, *matrices = draw_mix(2)
     turned = path(name)(x, weights.flip(1).contiguous(), experts.flip(1).contiguous(), *matrices)
     assert torch.equal(turned, path(name)(x, weights, experts, *matrices))
 
 
 @pytest.mark.parametrize("name", PATHS)
 def test_row_does_not_depend_on_the_others(name: str) -> None:
-    inputs = draw_mix(5)
-    alone = path(name)(*inputs)[[0, 4]]
+    inputs = draw_mix(4)
+    alone = path(name)(*inputs)[[0, 3]]
     for poison in (float("nan"), 3.0):
         x, weights, experts, *matrices = (t.clone() for t in inputs)
-        x[1:4] = poison
+        x[1:3] = poison
         weights[2] = poison
-        experts[1:4] = torch.arange(K)
-        assert torch.equal(path(name)(x, weights, experts, *matrices)[[0, 4]], alone)
+        experts[1:3] = torch.arange(K)
+        assert torch.equal(path(name)(x, weights, experts, *matrices)[[0, 3]], alone)
 
 
 def test_few_pairs_are_gathered_and_many_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
