@@ -55,7 +55,7 @@ def test_one_launch_one_copy_up_one_copy_down(
 
 @pytest.mark.parametrize("drafting", DRAFTING)
 def test_no_sync(drafting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(max_running_requests=2, max_model_len=200, **DRAFTING[drafting])
+    llm = LLM(max_running_requests=3, max_model_len=200, **DRAFTING[drafting])
     launch = llm.engine._loop._run
 
     def guarded(plan: Any) -> Any:
@@ -65,7 +65,7 @@ def test_no_sync(drafting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     llm.engine._loop._run = guarded
     params = [
         SamplingParams(
-            temperature=float(i % 2), seed=i, max_tokens=3 + 4 * i, min_tokens=i % 3,
+            temperature=float(i % 2), seed=i, max_tokens=3 + 2 * i, min_tokens=i % 3,
             logprobs=i or None, presence_penalty=0.2 * (i == 3),
         )
         for i in range(5)
