@@ -134,9 +134,9 @@ def test_mixed_rows_do_not_depend_on_the_batch_the_split_or_nan() -> None:
     together, wanted = both(logits, rows, mode=DRAWN)
     assert torch.equal(together, wanted)
     positions = torch.arange(6, device=DEVICE) + 30
-    for split in (1024, 8192):
-        found = triton.sample(logits, positions, rows, mode=DRAWN, split=split)
-        assert torch.equal(found, together)
+    assert triton.SPLITS[0] < 2300, "a small batch is split"
+    found = triton.sample(logits, positions, rows, mode=DRAWN, split=8192)
+    assert torch.equal(found, together)
     for index in ([0], [4]):
         part = SamplingRows(**{f.name: getattr(rows, f.name)[index] for f in fields(rows)})
         found = triton.sample(logits[index], positions[index], part, mode=DRAWN)
