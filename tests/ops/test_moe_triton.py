@@ -113,8 +113,15 @@ def test_mix_without_gates_agrees_with_float64(
     assert wanted.abs().max() > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize("block_m", [16, 64])
+@pytest.mark.parametrize(
+    ("block_m", "dtype"),
+    [
+        (16, torch.float32),
+        pytest.param(16, HALF, marks=pytest.mark.slow),
+        pytest.param(64, torch.float32, marks=pytest.mark.slow),
+        (64, HALF),
+    ],
+)
 def test_tiles_of_every_size_agree_with_float64(block_m: int, dtype: torch.dtype) -> None:
     from gapless.ops.moe import triton
 
