@@ -1,9 +1,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# as many workers as cores, each of one thread; the slowest tests are listed at the end
+# a worker per core, each of one thread and about 1 GB; the slowest tests are listed at the end
 TEST_WORKERS ?= auto
-PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal --durations 15
+PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --maxprocesses 8 --dist worksteal --durations 15
 # seconds that a whole test run may take: `test` needs under 600 with two idle cores
 TEST_LIMIT ?= 1200
 TEST_ALL_LIMIT ?= 7200
