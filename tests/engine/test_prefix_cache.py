@@ -184,7 +184,10 @@ def test_retraction_at_every_position(make_llm: MakeLLM, options: dict[str, Any]
     assert engine.scheduler.cache_counters.num_hits > 5
 
 
-@pytest.mark.parametrize("spans", [(126, 131), pytest.param((254, 259), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "spans",
+    [(62, 67), *(pytest.param(s, marks=pytest.mark.slow) for s in ((126, 131), (254, 259)))],
+)
 def test_a_state_is_that_of_its_key_at_every_length(spans: tuple[int, int]) -> None:
     """Report A5: what is cached while the next step is under way is of the length it says."""
     warm, cold = bundled_pair()
@@ -211,13 +214,13 @@ def test_turns_of_a_chat_stay_right_however_often_they_come() -> None:
         answer = cold.generate(history, params)
         turns.append((history, answer.token_ids))
         history = [*history, {"role": "assistant", "content": answer.text}]
-    for _ in range(3):
+    for _ in range(2):
         assert [warm.generate(turn, params).token_ids for turn, _ in turns] == [
             tokens for _, tokens in turns
         ]
     counters = warm.engine.scheduler.counters
     assert counters.num_accepted < counters.num_proposed
-    assert warm.cache_counters.num_hits >= 9
+    assert warm.cache_counters.num_hits >= 6
 
 
 def test_a_chat_of_ten_turns_prefills_what_is_new() -> None:
