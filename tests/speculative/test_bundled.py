@@ -40,7 +40,7 @@ def test_all_word_problems(name: str) -> None:
 
 
 def test_prose() -> None:
-    assert _accepted_prose(10, 64) >= 1.4
+    assert _accepted_prose(10, 128) >= 1.4
 
 
 @pytest.mark.slow
