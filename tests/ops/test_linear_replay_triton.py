@@ -350,7 +350,7 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("recurrence", "width", "change"), rotated([1, 4], VARIANTS))
+@pytest.mark.parametrize(("recurrence", "width", "change"), rotated([1, 2], VARIANTS))
 def test_variants_agree_with_definition(
     recurrence: Recurrence, width: int, change: dict[str, Any]
 ) -> None:
@@ -461,7 +461,9 @@ def run(shape: Shape, steps: int, seed: int = 0) -> None:
 )
 @pytest.mark.parametrize("recurrence", list(Recurrence))
 def test_run_agrees_with_recurrence(recurrence: Recurrence, width: int, replay_len: int) -> None:
-    run(Shape(recurrence, width, replay_len, key_dim=64, value_dim=64), replay_len + 3)
+    # past two multiples of L at least
+    shape = Shape(recurrence, width, replay_len, value_heads=1, key_dim=64)
+    run(shape, 1 + 2 * replay_len // (1 if width == 1 else 2))
 
 
 @pytest.mark.parametrize(("width", "is_tree"), [(1, False), (4, False), (4, True)])

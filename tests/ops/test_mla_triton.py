@@ -117,11 +117,11 @@ class Window:
 
 
 WINDOWS = [
-    partial(Window, 1, 16, 512, 64, (0, 33, 300), dtype=HALF),
+    partial(Window, 1, 16, 512, 64, (0, 33, 260), dtype=HALF),
     partial(Window, 1, 4, 36, 16, (0, 15, 16, 129, 300)),
-    partial(Window, 4, 16, 64, 32, (1, 13, 62, 600), first=1),
+    partial(Window, 4, 8, 64, 32, (1, 62, 520), first=1),
     partial(Window, 4, 6, 24, 8, (1, 61, 64, 300), page_size=32, dtype=HALF),
-    partial(Window, 16, 8, 32, 16, (1, 50, 120), first=1),
+    partial(Window, 16, 4, 32, 16, (1, 120), first=1),
 ]
 
 
@@ -139,7 +139,7 @@ def test_window_agrees_with_definition(
 
 
 def test_bits_depend_on_the_row_alone(kernels: ModuleType) -> None:
-    case = Window(2, 4, 32, 16, (300, 5, 64, 1000))
+    case = Window(2, 4, 32, 16, (300, 5, 64, 520))
     settings = {"tiling": tiling(max_splits=8)}
     together = case.run(kernels, **settings)
     for row, length in enumerate(case.lengths):
