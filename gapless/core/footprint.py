@@ -9,10 +9,16 @@ the token counts of penalties: 5 bytes per slot and entry of the vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from gapless.core.architecture import DTYPE_BYTES, Architecture, LayerSpec, MoeSpec, PagedSpec
 from gapless.core.draft_shape import TreeShape, draft_reach
+from gapless.core.dtypes import DTYPE_BYTES
 from gapless.core.parallel import architecture_of_rank, head_rows
+from gapless.core.specs.attention import PagedSpec
+from gapless.core.specs.feed_forward import MoeSpec
+
+if TYPE_CHECKING:
+    from gapless.core.architecture import Architecture, LayerSpec
 
 
 @dataclass(frozen=True, kw_only=True)

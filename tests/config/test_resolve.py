@@ -19,15 +19,11 @@ from gapless.config.resolve import (
     resolve_footprint,
 )
 from gapless.config.switches import Graphs, Switches
-from gapless.core.architecture import (
-    Architecture,
-    AttentionSpec,
-    LayerSpec,
-    LinearSpec,
-    MlpSpec,
-    Recurrence,
-)
+from gapless.core.architecture import Architecture, LayerSpec
 from gapless.core.draft_shape import TreeShape
+from gapless.core.specs.attention import AttentionSpec
+from gapless.core.specs.feed_forward import MlpSpec
+from gapless.core.specs.linear import LinearSpec, Recurrence
 
 ATTENTION = AttentionSpec(4, 2, 32, 8, 1e4, has_qk_norm=True, has_output_gate=True)
 LINEAR = LinearSpec(Recurrence.GATED_DELTA, 2, 4, 16, 24, 4)
