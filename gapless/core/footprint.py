@@ -1,6 +1,6 @@
 """Bytes of device memory that a model takes on each rank: its weights, and its pools' parts.
 
-The one set of formulas behind the memory budget (`config/resolve.py`) and `gapless inspect`. They
+The one set of formulas behind the memory budget (`config/memory.py`) and `gapless inspect`. They
 say what `runner/pools.py` allocates, byte for byte, and what loading fills; activations, rotary
 tables and the slot table live in the memory that the budget leaves over. Most of the slot table is
 the token counts of penalties: 5 bytes per slot and entry of the vocabulary.

@@ -23,7 +23,7 @@ from gapless.ops.step_metadata import Geometry
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gapless.config.resolve import Config
+    from gapless.config.config import Config
     from gapless.core.specs.linear import LinearSpec
     from gapless.layers.placement import Placement
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from gapless.config.resolve import Config
+    from gapless.config.config import Config
     from gapless.core.plan import PrefillSegment
     from gapless.observe.trace import Trace
     from gapless.ops.sampling import MaskRows
