@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from gapless.attention.measured import faster_for_latents
-from gapless.core.architecture import LatentSpec
+from gapless.core.specs.attention import LatentSpec
 from gapless.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from gapless.core.architecture import PagedSpec
+    from gapless.core.specs.attention import PagedSpec
     from gapless.ops.draft_tree import TreeMask
 
 logger = logging.getLogger(__name__)

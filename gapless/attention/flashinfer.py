@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gapless.core.architecture import LatentSpec
+from gapless.core.specs.attention import LatentSpec
 from gapless.ops.events import Event
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gapless.attention.backend import AttentionBackend, PlannedAttention
-    from gapless.core.architecture import PagedSpec
+    from gapless.core.specs.attention import PagedSpec
     from gapless.ops.draft_tree import TreeMask
 
 # what is compiled: one kernel, of these channels, for bfloat16 alone

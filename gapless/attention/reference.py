@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from gapless.core.architecture import PagedSpec
+    from gapless.core.specs.attention import PagedSpec
 
 
 @dataclass(frozen=True)

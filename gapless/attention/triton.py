@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gapless.attention.backend import PlansOnDevice
-from gapless.core.architecture import LatentSpec
+from gapless.core.specs.attention import LatentSpec
 from gapless.ops.mla import triton as mla
 from gapless.ops.mla.tuning import prefill_tiling as latent_prefill_tiling
 from gapless.ops.paged_attention.triton import (
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from gapless.core.architecture import PagedSpec
+    from gapless.core.specs.attention import PagedSpec
     from gapless.ops.draft_tree import TreeMask
 
 

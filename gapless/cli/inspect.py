@@ -13,19 +13,15 @@ import tyro
 from gapless.assets import demo_checkpoint
 from gapless.cli.report import table
 from gapless.config.budget import divide
+from gapless.config.config import DeviceInfo
+from gapless.config.drafting import DEFAULT_DRAFTS, MOST_DRAFTS, window_shape
 from gapless.config.hf import read_hf_config
+from gapless.config.memory import demand, resolve_footprint
 from gapless.config.options import EngineOptions
-from gapless.config.resolve import (
-    DEFAULT_DRAFTS,
-    MOST_DRAFTS,
-    DeviceInfo,
-    demand,
-    resolve_footprint,
-    window_shape,
-)
 from gapless.config.switches import wants_float8_head
-from gapless.core.architecture import MlpSpec, conv_ring_capacity, ring_capacity
+from gapless.core.architecture import conv_ring_capacity, ring_capacity
 from gapless.core.footprint import human, num_active_parameters, num_mtp_parameters
+from gapless.core.specs.feed_forward import MlpSpec
 from gapless.errors import ConfigError
 from gapless.observe.logging import configure
 
@@ -35,8 +31,9 @@ if TYPE_CHECKING:
 
     from gapless.config.budget import Demand
     from gapless.config.hf import HfConfig
-    from gapless.core.architecture import Architecture, MoeSpec
+    from gapless.core.architecture import Architecture
     from gapless.core.footprint import Footprint
+    from gapless.core.specs.feed_forward import MoeSpec
 
 UNITS = {
     "B": 1,

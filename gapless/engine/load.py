@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from gapless.assets import demo_checkpoint
+from gapless.config.checks import num_ranks
+from gapless.config.config import Config, DeviceInfo
 from gapless.config.hf import HfConfig, read_hf_config
-from gapless.config.resolve import Config, DeviceInfo, num_ranks, resolve
+from gapless.config.resolve import resolve
 from gapless.engine.worker import Workers
 from gapless.errors import BackendUnavailable, ConfigError
 from gapless.layers.placement import Alone, Placement

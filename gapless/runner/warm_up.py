@@ -22,7 +22,7 @@ from gapless.core.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gapless.config.resolve import Config
+    from gapless.config.config import Config
     from gapless.runner.runner import Runner
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from gapless.attention import flashinfer, measured
 from gapless.attention.backend import choose_backend
 from gapless.attention.reference import ReferenceAttention
 from gapless.config.options import EngineOptions
-from gapless.core.architecture import LatentSpec
+from gapless.core.specs.attention import LatentSpec
 from gapless.errors import BackendUnavailable, ConfigError
 from gapless.ops.draft_tree import TreeMask
 from gapless.runner.syncs import forbid_syncs

@@ -15,10 +15,12 @@ from gapless import EngineOptions
 from gapless.assets import demo_checkpoint
 from gapless.cache.manager import CacheLimits, CacheManager
 from gapless.cli.inspect import Room, fit, parse_size
+from gapless.config.config import Config, DeviceInfo
 from gapless.config.hf import read_hf_config
-from gapless.config.resolve import Config, DeviceInfo, resolve
-from gapless.core.architecture import Architecture, LayerSpec, MlpSpec, MoeSpec
+from gapless.config.resolve import resolve
+from gapless.core.architecture import Architecture, LayerSpec
 from gapless.core.footprint import Footprint, human, num_active_parameters
+from gapless.core.specs.feed_forward import MlpSpec, MoeSpec
 from gapless.errors import ConfigError
 from gapless.layers.placement import Placement
 from gapless.models.mtp import MtpHead

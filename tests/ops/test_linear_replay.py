@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gapless.core.architecture import Recurrence
+from gapless.core.specs.linear import Recurrence
 from gapless.ops.draft_tree import ancestor_bits
 from gapless.ops.linear_replay import ReplayIndices, ReplayMemory, materialize, replay_window
 from tests.ops.step_recurrence import (

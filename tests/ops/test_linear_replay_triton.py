@@ -18,7 +18,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read where kernels are defined
 
-from gapless.core.architecture import Recurrence
+from gapless.core.specs.linear import Recurrence
 from gapless.ops import linear_replay
 from gapless.ops.draft_tree import ancestor_bits
 from gapless.ops.linear_replay import ReplayIndices, ReplayMemory, reference, triton

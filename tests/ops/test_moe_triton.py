@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from gapless.core.architecture import GroupedMoeSpec, Scoring
+from gapless.core.specs.feed_forward import GroupedMoeSpec, Scoring
 from gapless.ops.group_routing import reference as group_routing
 from gapless.ops.moe import Shared, mix_experts, reference
 from gapless.ops.squared_relu_moe import reference as squared_relu_moe

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gapless import LLM, SamplingParams
-from gapless.core.architecture import L2NORM_EPS
+from gapless.core.specs.linear import L2NORM_EPS
 from gapless.layers.batch import LinearMemory
 from gapless.ops.linear_replay import materialize
 from gapless.speculative.mtp import MtpDrafter

@@ -16,7 +16,7 @@ from gapless.ops.linear_replay.reference import ReplayIndices, ReplayMemory
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gapless.core.architecture import Recurrence
+    from gapless.core.specs.linear import Recurrence
 
 __all__ = ["ReplayIndices", "ReplayMemory", "materialize", "replay_window"]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gapless.core.architecture import Recurrence
+from gapless.core.specs.linear import Recurrence
 from gapless.ops.chaining import chained
 from gapless.ops.linear_replay.chain_kernel import _chain_kernel
 from gapless.ops.linear_replay.kernels import (
