@@ -72,6 +72,10 @@ class AttentionBackend(Protocol):
         """Bounds that are worth a graph of their own, ascending, `limit` the last."""
         ...
 
+    def window_bytes(self, num_rows: int, width: int, kv_len: int) -> int:
+        """Bytes that a layer's window takes at least, beside arguments and result, as it runs."""
+        ...
+
     def plan_window(
         self,
         slots: Tensor,  # [B]

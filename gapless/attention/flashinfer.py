@@ -171,6 +171,11 @@ class FlashInferAttention:
         """See `AttentionBackend`: those of the backend that plans all else."""
         return self._on_device.kv_lens(limit)
 
+    def window_bytes(self, num_rows: int, width: int, kv_len: int) -> int:
+        """See `AttentionBackend`: nothing, partial results lie in a workspace that is kept."""
+        del num_rows, width, kv_len
+        return 0
+
     def plan_window(
         self,
         slots: Tensor,

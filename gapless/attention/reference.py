@@ -90,6 +90,11 @@ class ReferenceAttention(PlansOnDevice):
         powers = (2**exponent for exponent in range(8, 40))
         return (*takewhile(lambda kv_len: kv_len < limit, powers), limit)
 
+    def window_bytes(self, num_rows: int, width: int, kv_len: int) -> int:
+        """See `AttentionBackend`: nothing is known."""
+        del num_rows, width, kv_len
+        return 0
+
     def plan_window(
         self,
         slots: Tensor,

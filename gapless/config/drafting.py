@@ -38,7 +38,7 @@ def resolve_drafting(
         ConfigError: an option is out of range, has no effect, or wants what the checkpoint lacks.
     """
     asked, num_steps = options.speculative_algorithm, options.speculative_num_steps
-    _check_drafting(options)
+    check_drafting(options)
     drafter: str = asked
     if asked == "auto":
         drafter = "mtp" if has_mtp_weights and num_steps != 0 else "none"
@@ -61,24 +61,28 @@ def resolve_drafting(
                 f"speculative_num_steps={num_steps} has no effect without a drafter; use "
                 "speculative_algorithm=ngram, or leave it out"
             )
-        check_left_out(options, WINDOW_OPTIONS, "without a drafter")
-        return drafter, 1, None
+        return drafter, *window_shape(options, 0, drafter)
     num_steps = choose("speculative_num_steps", num_steps, DEFAULT_DRAFTS)
-    if options.speculative_topk > 1 and drafter != "mtp":
-        raise ConfigError(
-            f"speculative_topk={options.speculative_topk}: speculative_algorithm={drafter} drafts "
-            "chains only; use speculative_algorithm=mtp, or leave it out"
-        )
-    return drafter, *window_shape(options, num_steps)
+    return drafter, *window_shape(options, num_steps, drafter)
 
 
-def window_shape(options: EngineOptions, num_steps: int) -> tuple[int, TreeShape | None]:
+def window_shape(
+    options: EngineOptions, num_steps: int, drafter: str
+) -> tuple[int, TreeShape | None]:
     """Decide how many tokens a step verifies, and how its drafts branch.
 
     Raises:
-        ConfigError: the options contradict each other.
+        ConfigError: the options contradict each other, or have no effect on this drafter.
     """
+    if drafter == "none":
+        check_left_out(options, WINDOW_OPTIONS, "without a drafter")
+        return 1, None
     topk, asked = options.speculative_topk, options.speculative_num_draft_tokens
+    if topk > 1 and drafter != "mtp":
+        raise ConfigError(
+            f"speculative_topk={topk}: speculative_algorithm={drafter} drafts chains only; use "
+            "speculative_algorithm=mtp, or leave it out"
+        )
     if topk == 1:
         if asked not in (None, num_steps + 1):
             raise ConfigError(
@@ -111,7 +115,12 @@ def window_shape(options: EngineOptions, num_steps: int) -> tuple[int, TreeShape
     return num_nodes, tree
 
 
-def _check_drafting(options: EngineOptions) -> None:
+def check_drafting(options: EngineOptions) -> None:
+    """Check options of speculation by themselves, whatever the model.
+
+    Raises:
+        ConfigError: one is out of range, or they contradict each other.
+    """
     asked, num_steps = options.speculative_algorithm, options.speculative_num_steps
     if num_steps is not None and (
         isinstance(num_steps, bool)

@@ -2,8 +2,9 @@
 
 The one set of formulas behind the memory budget (`config/memory.py`) and `gapless inspect`. They
 say what `runner/pools.py` allocates, byte for byte, and what loading fills; activations, rotary
-tables and the slot table live in the memory that the budget leaves over. Most of the slot table is
-the token counts of penalties: 5 bytes per slot and entry of the vocabulary.
+tables, workspaces and the slot table live in the memory that the budget leaves over
+(`runner/reserve.py`). Most of the slot table is the token counts of penalties: 5 bytes per slot and
+entry of the vocabulary.
 """
 
 from __future__ import annotations

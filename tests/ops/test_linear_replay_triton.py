@@ -316,6 +316,32 @@ def test_step_agrees_with_definition(recurrence: Recurrence, width: int, replay_
     check_step(shape, lengths if width < 8 else lengths[2:4])
 
 
+@pytest.mark.parametrize(
+    ("width", "replay_len"), [(1, 1), (1, 4), (1, 16), (2, 1), (4, 16), (16, 4)]
+)
+@pytest.mark.parametrize("recurrence", list(Recurrence))
+def test_bytes_are_those_that_a_window_takes(
+    recurrence: Recurrence, width: int, replay_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = Shape(recurrence, width, replay_len)
+    memory, lengths = fresh_memory(shape), np.array([3, 3])
+    indices = indices_of(shape, [0, 1], lengths, lengths // replay_len * replay_len)
+    inputs = draw(shape, 2, torch.Generator().manual_seed(0))
+    made: list[torch.Tensor] = []
+    empty = torch.empty
+
+    def watched(*size: Any, **kind: Any) -> torch.Tensor:
+        made.append(empty(*size, **kind))
+        return made[-1]
+
+    monkeypatch.setattr(triton.torch, "empty", watched)
+    out = call(shape, inputs, memory, indices)
+    monkeypatch.undo()
+    assert sum(x.nbytes for x in made) - out.nbytes == triton.window_bytes(
+        2, width, shape.num_replayed, shape.value_heads, shape.key_dim, recurrence
+    )
+
+
 @pytest.mark.parametrize(("recurrence", "width", "launch"), rotated([1, 4, 5], [SUMS, DOTS]))
 def test_both_ways_to_sum_agree_with_definition(
     recurrence: Recurrence, width: int, launch: Launch

@@ -138,6 +138,26 @@ def test_window_agrees_with_definition(
         torch.testing.assert_close(out[row].double(), case.wanted(row), rtol=bound, atol=bound)
 
 
+@pytest.mark.parametrize("make", WINDOWS)
+def test_bytes_are_those_that_a_window_takes(
+    kernels: ModuleType, make: partial[Window], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make()
+    made: list[torch.Tensor] = []
+    empty = torch.empty
+
+    def watched(*size: Any, **kind: Any) -> torch.Tensor:
+        made.append(empty(*size, **kind))
+        return made[-1]
+
+    monkeypatch.setattr(kernels.torch, "empty", watched)
+    out = case.run(kernels)
+    monkeypatch.undo()
+    assert sum(x.nbytes for x in made) - out.nbytes == kernels.window_bytes(
+        len(case.q), case.width, case.heads, case.rank, case.dtype, kv_len=case.kv_len - case.first
+    )
+
+
 def test_bits_depend_on_the_row_alone(kernels: ModuleType) -> None:
     case = Window(2, 4, 32, 16, (300, 5, 64, 520))
     settings = {"tiling": tiling(max_splits=8)}

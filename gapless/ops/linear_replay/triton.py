@@ -128,8 +128,7 @@ def replay_window(
             l2norm_eps=l2norm_eps, scale=scale, ancestors=ancestors,
         )  # fmt: skip
     columns = width if beta is None else 2 * width
-    least_entries = 16 if width > 1 or num_replayed > FEW_ENTRIES else 1
-    shape = _Shape(num_replayed, least_entries, columns, width, memory)
+    shape = _Shape(num_replayed, _least_entries(width, num_replayed), columns, width, memory)
     records = torch.empty((rows, value_heads, shape.size), dtype=torch.float32, device=q.device)
     ring_read, ring_write = indices.ring_read.contiguous(), indices.ring_write.contiguous()
     fold_mask = indices.fold_mask.contiguous().view(torch.uint8)
@@ -219,10 +218,9 @@ def _run_window(
     rows, width, _, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
     is_per_channel = log_decay.shape[3] > 1
-    half = max(4, 1 << (width - 1).bit_length())
+    half = _half(width)
     shape = _Shape(indices.ring_read.shape[1], 16, 0, 0, memory)
-    # the columns' factors, then with a decay per channel x and the state's decays
-    head = 2 * half + (2 * half + 1) * key_dim * is_per_channel
+    head = _window_head(half, key_dim, is_per_channel=is_per_channel)
     size = head + 2 * half * (shape.entries + 2 * half) + shape.size
     records = torch.empty((rows, value_heads, size), dtype=torch.float32, device=q.device)
     ring_read, ring_write = indices.ring_read.contiguous(), indices.ring_write.contiguous()
@@ -259,6 +257,53 @@ def _run_window(
         num_warps=launch.num_warps, maxnreg=launch.max_registers,
     )  # fmt: skip
     return out
+
+
+def window_bytes(
+    rows: int,
+    width: int,
+    num_replayed: int,  # N
+    value_heads: int,
+    key_dim: int,
+    recurrence: Recurrence,
+) -> int:
+    """Return the bytes that `replay_window` takes beside its arguments and result, by default."""
+    is_per_channel = recurrence is Recurrence.KIMI_DELTA
+    entries = _num_entries(num_replayed, _least_entries(width, num_replayed))
+    fold = _fold_len(num_replayed, entries, key_dim, is_per_channel=is_per_channel)
+    if width > 1:
+        half = _half(width)
+        head = _window_head(half, key_dim, is_per_channel=is_per_channel)
+        size = head + 2 * half * (entries + 2 * half) + _aligned(fold)
+    else:
+        columns = 1 if recurrence is Recurrence.MAMBA2 else 2
+        size = _aligned(columns * (key_dim + entries + 1) + fold)
+    return 4 * rows * value_heads * size
+
+
+def _half(width: int) -> int:
+    return max(4, 1 << (width - 1).bit_length())
+
+
+def _least_entries(width: int, num_replayed: int) -> int:
+    return 16 if width > 1 or num_replayed > FEW_ENTRIES else 1
+
+
+def _num_entries(num_replayed: int, least: int) -> int:
+    return max(least, 1 << (num_replayed - 1).bit_length())
+
+
+def _fold_len(num_replayed: int, entries: int, key_dim: int, *, is_per_channel: bool) -> int:
+    return key_dim * (1 + num_replayed) if is_per_channel else entries + 1
+
+
+def _window_head(half: int, key_dim: int, *, is_per_channel: bool) -> int:
+    """Floats of the columns' factors, then with a decay per channel of x and the state's decays."""
+    return 2 * half + (2 * half + 1) * key_dim * is_per_channel
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 4) * 4
 
 
 def materialize(
@@ -310,14 +355,14 @@ class _Shape:
     @property
     def entries(self) -> int:
         """NP."""
-        return max(self.least_entries, 1 << (self.num_replayed - 1).bit_length())
+        return _num_entries(self.num_replayed, self.least_entries)
 
     @property
     def size(self) -> int:
         """Floats of a record, in units of 16 bytes."""
         key_dim, decay_dim = self.memory.checkpoint.shape[3], self.memory.g_ring.shape[2]
-        fold = key_dim * (1 + self.num_replayed) if decay_dim > 1 else self.entries + 1
-        return -(-(self.columns * (key_dim + self.entries + self.width) + fold) // 4) * 4
+        fold = _fold_len(self.num_replayed, self.entries, key_dim, is_per_channel=decay_dim > 1)
+        return _aligned(self.columns * (key_dim + self.entries + self.width) + fold)
 
     def settings(self) -> dict[str, object]:
         """Return the constants of all kernels."""
