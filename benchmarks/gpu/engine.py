@@ -61,12 +61,10 @@ CLASSES = (
         "linear state",
         (
             "_token_weights",
-            "_window_weights",
+            "_token_stream",
             "_window_scores",
             "_window_stream",
             "_fold",
-            "_stream",
-            "_chain",
             "_delta_gates",
             "_discretise",
             "_skip_gate",

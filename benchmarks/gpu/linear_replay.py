@@ -1,7 +1,7 @@
 """The replay window and materialize on a GPU: right first, then how fast.
 
-    python -m benchmarks.gpu.linear_replay [--check] [--quick] [--windows] [--measure] [--sweep]
-        [--dump] [--output figures.json]
+    python -m benchmarks.gpu.linear_replay [--check] [--quick] [--measure] [--sweep] [--dump]
+        [--output figures.json]
 
 Checks compare with float64 on poisoned memory. Times are those of CUDA graphs that hold one launch
 per layer, with so many layers that none is found in the L2 cache. Rows stand at mixed ring
@@ -9,9 +9,9 @@ positions, and all advance between replays as in decoding, so folds come at thei
 figure is the mean over the steps of one cycle of L, each step the median of several passes. The
 floor of a step is what its rows must move: the state once, once more where a row folds, the ring
 entries that a row holds, its window's entries, inputs and outputs. `--quick` checks and measures
-the main shapes, `--measure` all; `--windows` checks and times the settings of chains of several
-tokens, and what they replace; `--dump` shows for the stream kernels how the machine code orders
-its reads and the wait for the weights.
+the main shapes, `--measure` all; `--sweep` checks and times the settings that a shape could have;
+`--dump` shows for the stream kernels how the machine code orders its reads and the wait for the
+weights.
 """
 
 from __future__ import annotations
@@ -30,16 +30,8 @@ from benchmarks.gpu.harness import capture, main, relative, replay_us, result
 from gapless.core.specs.linear import Recurrence
 from gapless.ops.linear_replay import ReplayIndices, ReplayMemory, reference
 from gapless.ops.linear_replay import triton as kernels
-from gapless.ops.linear_replay.kernels import _stream_kernel
-from gapless.ops.linear_replay.tuning import (
-    ChainLaunch,
-    Launch,
-    WindowLaunch,
-    chain_launch_of,
-    kernel_of,
-    launch_of,
-    window_launch_of,
-)
+from gapless.ops.linear_replay.token_kernels import _token_stream_kernel
+from gapless.ops.linear_replay.tuning import Launch, launch_of
 from gapless.ops.linear_replay.window_kernels import _window_stream_kernel
 from gapless.ops.step_metadata import Geometry, SlotColumns, StepConstants, window_indices
 
@@ -48,7 +40,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-AnyLaunch = Launch | ChainLaunch | WindowLaunch
 # bytes per second over 4 GiB on an H200: a sum, and an update in place
 READ_BANDWIDTH = 4.39e12
 UPDATE_BANDWIDTH = 4.23e12
@@ -104,7 +95,9 @@ class Case:
 
     @property
     def kernel(self) -> str:
-        return kernel_of(self.width, self.replay_len - 1 + self.width)
+        if self.width > 1:
+            return "window"
+        return "packed" if self.replay_len == 1 else "token"
 
     @property
     def state_bytes(self) -> int:
@@ -125,22 +118,10 @@ class Case:
         gate_bytes = 4 * self.value_heads * num_gates
         return 4 * self.key_heads * DIM + value_bytes + gate_bytes, value_bytes
 
-    def launch(self, rows: int) -> Launch | WindowLaunch:
+    def launch(self, rows: int) -> Launch:
         """Return the pinned settings."""
-        is_per_channel = self.recurrence is KDA
-        if self.width > 1:
-            return window_launch_of(self.width, rows=rows, is_per_channel=is_per_channel)
-        state_bytes = self.state_dtype.itemsize
-        return launch_of(
-            self.kernel, rows=rows, is_per_channel=is_per_channel, state_bytes=state_bytes
-        )
-
-    def replaced(self, rows: int) -> Launch | ChainLaunch:
-        """Return the settings of the kernels of chains that `window_kernels.py` replaces."""
-        is_per_channel = self.recurrence is KDA
-        if self.state_dtype is FP32:
-            return chain_launch_of(self.width, rows=rows, is_per_channel=is_per_channel)
-        return launch_of("window", rows=rows, is_per_channel=is_per_channel, state_bytes=2)
+        num_replayed = self.replay_len - 1 + self.width
+        return launch_of(self.width, num_replayed, rows=rows, is_per_channel=self.recurrence is KDA)
 
     def __str__(self) -> str:
         state = str(self.state_dtype).removeprefix("torch.")
@@ -281,7 +262,7 @@ def call(
     inputs: Inputs,
     memory: ReplayMemory,
     indices: ReplayIndices,
-    launch: AnyLaunch | None = None,
+    launch: Launch | None = None,
 ) -> Tensor:
     """Call the kernels."""
     return kernels.replay_window(
@@ -333,7 +314,7 @@ def check(device: torch.device) -> list[dict[str, Any]]:
 
 
 def _step_results(
-    case: Case, rows: int, device: torch.device, launch: AnyLaunch | None = None
+    case: Case, rows: int, device: torch.device, launch: Launch | None = None
 ) -> list[dict[str, Any]]:
     decoding = Decoding(case, rows, device, padded=1)
     for _ in range(3):
@@ -421,14 +402,14 @@ def _differing(a: Tensor, b: Tensor) -> int:
     return int((a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).sum())
 
 
-def compile_all(wanted: Sequence[tuple[Case, AnyLaunch]]) -> None:
+def compile_all(wanted: Sequence[tuple[Case, Launch]]) -> None:
     """Compile kernels in parallel processes, which leave them in Triton's cache."""
     context = get_context("spawn")
     with ProcessPoolExecutor(COMPILERS, mp_context=context) as pool:
         list(pool.map(_compile, dict.fromkeys(wanted)))
 
 
-def _compile(wanted: tuple[Case, AnyLaunch]) -> None:
+def _compile(wanted: tuple[Case, Launch]) -> None:
     case, launch = wanted
     device = torch.device("cuda")
     decoding = Decoding(case, 1, device)
@@ -451,11 +432,11 @@ class Timing:
         self.layers = [self.decoding.memory() for _ in range(count)]
         self.inputs = Inputs.draw(case, rows, device)
 
-    def us(self, launch: AnyLaunch | None = None) -> float:
+    def us(self, launch: Launch | None = None) -> float:
         """Return microseconds per step, folds at their true rate."""
         return self._cycle(launch)[0]
 
-    def _cycle(self, launch: AnyLaunch | None = None) -> tuple[float, float, float]:
+    def _cycle(self, launch: Launch | None = None) -> tuple[float, float, float]:
         """Return mean microseconds per step over a cycle, and bytes read and written."""
 
         def run(memory: ReplayMemory) -> Tensor:
@@ -474,7 +455,7 @@ class Timing:
         read, write = map(statistics.fmean, zip(*moved, strict=True))
         return statistics.fmean(map(statistics.median, times)), read, write
 
-    def row(self, launch: AnyLaunch | None = None) -> dict[str, Any]:
+    def row(self, launch: Launch | None = None) -> dict[str, Any]:
         """Time the pinned settings, or others."""
         us, read, write = self._cycle(launch)
         # a write goes with a read of the same size, at the rate of an update in place
@@ -490,8 +471,10 @@ class Timing:
         }
 
 
-# step shapes that are measured
+# step shapes that are measured: W, L and tokens accepted
 SHAPES = ((1, 16, 1), (1, 1, 1), (4, 16, 3))
+# and of the delta rules' other settings of windows
+OTHER_WINDOWS = ((2, 16, 2), (8, 16, 5), (16, 16, 8))
 
 
 def cases() -> list[Case]:
@@ -504,6 +487,12 @@ def cases() -> list[Case]:
     ]
 
 
+def main_cases() -> list[Case]:
+    """Return the cases of fp32 states, which choose the settings, and other windows."""
+    chosen = [case for case in cases() if case.state_dtype is FP32]
+    return chosen + [Case(rule, *shape) for rule, shape in product((GDN, KDA), OTHER_WINDOWS)]
+
+
 def measure(device: torch.device) -> list[dict[str, Any]]:
     """Time all kernels; a row has name, us, bytes, and the floor's share."""
     return _figures(cases(), MEASURED_ROWS, device) + list(_peer_rows(device))
@@ -511,8 +500,7 @@ def measure(device: torch.device) -> list[dict[str, Any]]:
 
 def quick(device: torch.device) -> list[dict[str, Any]]:
     """Check and time fp32 states at the batch sizes that are aimed for."""
-    chosen = [case for case in cases() if case.state_dtype is FP32]
-    rows = (1, 8, 64, 128, 256)
+    chosen, rows = main_cases(), (1, 8, 64, 128, 256)
     compile_all([(case, case.launch(size)) for case, size in product(chosen, rows)])
     torch.manual_seed(0)
     checks = [
@@ -566,100 +554,55 @@ def _peer_rows(device: torch.device) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-# stream settings per row bucket: block_v, warps
-STREAMS: dict[str, tuple[list[tuple[int, int]], ...]] = {
-    "token": ([(8, 1), (16, 2), (32, 4)], [(16, 1), (32, 1), (64, 4)], [(16, 1), (32, 1), (64, 2)]),
-    "packed": (
-        [(8, 1), (16, 2), (32, 4)],
-        [(16, 1), (32, 1), (64, 4)],
-        [(16, 1), (32, 1), (64, 2)],
-    ),
-}
+# stream settings of one token per row bucket: block_v, warps
+STREAMS = (
+    ((8, 1), (16, 2), (32, 4)),
+    ((16, 1), (32, 1), (64, 4)),
+    ((16, 1), (32, 1), (64, 2)),
+)
 
 
-def candidates(case: Case, bucket: int) -> list[Launch] | list[WindowLaunch]:
-    """Return the settings that are tried: one part of the pinned ones changed at a time."""
-    if case.width > 1:
-        return window_candidates(case)
-    streams = STREAMS[case.kernel][bucket]
-    found = [Launch(*stream, 4) for stream in streams]
-    found += [Launch(*streams[1], warps) for warps in (1, 2)]
+def candidates(case: Case, rows: int) -> list[Launch]:
+    """Return the settings that are tried, the pinned ones first."""
+    found = [case.launch(rows)]
+    if case.width == 1:
+        streams = STREAMS[sum(rows > size for size in SIZES[:-1])]
+        found += [Launch(*stream, weights) for stream in streams for weights in (1, 4)]
+    else:
+        # wider windows with a decay per channel overflow the registers of one warp
+        weights = 2 if case.recurrence is KDA and case.width > 4 else 1
+        found += [Launch(bv, warps, weights) for bv, warps in ((16, 1), (32, 1), (32, 2), (64, 2))]
+        found += [Launch(16, 1, warps) for warps in (2, 4)]
+        found.append(Launch(16, 1, weights, max_registers=128))
     return list(dict.fromkeys(found))
 
 
-def window_candidates(case: Case) -> list[WindowLaunch]:
-    """Return the settings of windows that are tried; fewer where others tell as much."""
-    # wider windows with a decay per channel overflow the registers of one warp
-    weights = 2 if case.recurrence is KDA and case.width > 4 else 1
-    found = [WindowLaunch(bv, warps, weights) for bv, warps in ((16, 1), (32, 1), (32, 2))]
-    if case.width == 4 and case.state_dtype is FP32:
-        found += [WindowLaunch(16, weights_warps=warps) for warps in (2, 4)]
-        found += [WindowLaunch(16, max_registers=128), WindowLaunch(64, 2)]
-        if case.recurrence is KDA:
-            found += [WindowLaunch(16, weights_registers=most) for most in (128, 168)]
-    return list(dict.fromkeys(found))
+def sweep(device: torch.device) -> list[dict[str, Any]]:
+    """Check candidate settings and time them in each row bucket, if all are right.
 
-
-# chains of several tokens: W, tokens accepted
-WINDOW_SHAPES = ((4, 3), (2, 2), (8, 5))
-WINDOW_ROWS = (1, 8, 64, 128)
-
-
-def windows(device: torch.device) -> list[dict[str, Any]]:
-    """Check and time the settings of chains of several tokens, and what they replace."""
-    chosen = [
-        Case(recurrence, width, 16, accepted, dtype)
-        for (width, accepted), dtype, recurrence in product(WINDOW_SHAPES, (FP32, BF16), (GDN, KDA))
-        if dtype is FP32 or width == 4
-    ]
-    tried: dict[Case, list[WindowLaunch]] = {case: window_candidates(case) for case in chosen}
-    wanted: list[tuple[Case, AnyLaunch]] = [(case, x) for case in chosen for x in tried[case]]
-    compile_all(wanted + [(case, case.replaced(rows)) for case in chosen for rows in WINDOW_ROWS])
+    Prints the best four of each and returns all. States are fp32; bf16 ones are served with the
+    same settings.
+    """
+    tried = {(case, rows): candidates(case, rows) for case, rows in product(main_cases(), SIZES)}
+    wanted = [(case, launch) for (case, _), launches in tried.items() for launch in launches]
+    wanted = list(dict.fromkeys(wanted))
+    compile_all(wanted)
     torch.manual_seed(0)
     checks = [
-        found
-        for case, launch in wanted
-        for found in _step_results(case, WINDOW_ROWS[1], device, launch)
+        found for case, launch in wanted for found in _step_results(case, SIZES[1], device, launch)
     ]
     wrong = [found for found in checks if not found["ok"]]
     if wrong:
         return wrong
-    figures = []
-    for case, rows in product(chosen, WINDOW_ROWS):
-        timing = Timing(case, rows, device)
-        found = [timing.row(x) | {"settings": str(x)} for x in (case.replaced(rows), *tried[case])]
-        best = min(found, key=lambda row: float(row["us"]))
-        times = " ".join(f"{row['us']:.1f}" for row in found)
-        floor = found[0]["floor_us"]
-        print(f"{case} B={rows}: {times}; floor {floor:.1f}, best {best['settings']}", flush=True)
-        figures += found
-    return figures
-
-
-def sweep(device: torch.device) -> list[dict[str, Any]]:
-    """Time candidate settings in each row bucket; print the best four of each, return them all.
-
-    States are fp32; bf16 ones are served with the same settings.
-    """
-    torch.manual_seed(0)
-    swept = [case for case in cases() if case.state_dtype is FP32]
-    compile_all(
-        [
-            (case, launch)
-            for case, bucket in product(swept, range(len(SIZES)))
-            for launch in candidates(case, bucket)
-        ]
-    )
     found = []
-    for case, (bucket, rows) in product(swept, enumerate(SIZES)):
+    for (case, rows), launches in tried.items():
         timing = Timing(case, rows, device)
-        times = {launch: timing.us(launch) for launch in candidates(case, bucket)}
+        times = {launch: timing.us(launch) for launch in launches}
         ranked = sorted(times, key=times.__getitem__)
         best = ", ".join(f"{times[x]:.2f} {tuple(asdict(x).values())}" for x in ranked[:4])
-        pinned = tuple(asdict(case.launch(rows)).values())
+        pinned = f"{times[launches[0]]:.2f} {tuple(asdict(launches[0]).values())}"
         print(f"{case} B={rows}: {best}; pinned {pinned}", flush=True)
-        head = {"name": str(case), "bucket": bucket, "B": rows}
-        found += [head | {"us": times[x]} | asdict(x) for x in ranked]
+        found += [{"name": str(case), "B": rows, "us": times[x]} | asdict(x) for x in ranked]
     return found
 
 
@@ -671,7 +614,7 @@ def dump(device: torch.device) -> list[dict[str, Any]]:
     found = []
     streams = [
         compiled
-        for kernel in (_stream_kernel, _window_stream_kernel)
+        for kernel in (_token_stream_kernel, _window_stream_kernel)
         for compiled in kernel.device_caches[device.index or 0][0].values()
     ]
     for compiled in streams:
@@ -688,14 +631,7 @@ def dump(device: torch.device) -> list[dict[str, Any]]:
     return found
 
 
-RUNS = {
-    "check": check,
-    "dump": dump,
-    "quick": quick,
-    "windows": windows,
-    "sweep": sweep,
-    "measure": measure,
-}
+RUNS = {"check": check, "dump": dump, "quick": quick, "sweep": sweep, "measure": measure}
 
 if __name__ == "__main__":
     raise SystemExit(main(__doc__, RUNS))

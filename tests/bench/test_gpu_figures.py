@@ -31,7 +31,7 @@ def test_models_have_the_shapes_that_they_are_named_after(name: str, tmp_path: P
 
 @pytest.mark.parametrize(("name", "wanted"), [
     ("_window_kernel", "attention"),
-    ("_stream_kernel", "linear state"),
+    ("_window_stream_kernel", "linear state"),
     ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "projections"),
     ("_rms_norm_kernel", "norm and conv"),
     ("_combine_kernel", "moe"),

@@ -11,7 +11,7 @@ import gapless.ops
 
 KERNEL_FILES = sorted(Path(gapless.ops.__file__).parent.glob("*/*kernel*.py"))
 # what they read before is older than the kernel that they wait for, which has itself waited
-STREAMS = {"_stream_kernel", "_fold_stream_kernel", "_window_stream_kernel"}
+STREAMS = {"_token_stream_kernel", "_fold_stream_kernel", "_window_stream_kernel"}
 # between GPUs a kernel waits for others' stores while it runs: the next one must not take its place
 UNCHAINED = {"_peer_sum_kernel", "_peer_gather_kernel"}
 

@@ -1,37 +1,22 @@
 """Triton path of the replay window: chains and trees of 1 to 16 tokens, fp32 state or bf16.
 
 Same functions and meaning as `reference.py`. The ring entry of zeros is the rings' last one, so
-that it is recognised and not read. Windows of several tokens take the two launches of
-`window_kernels.py`, one token those of `kernels.py`; a launch given by hand may choose others.
+that it is recognised and not read. One token takes the two launches of `token_kernels.py`, windows
+of several those of `window_kernels.py`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from gapless.core.specs.linear import Recurrence
 from gapless.ops.chaining import chained
-from gapless.ops.linear_replay.chain_kernel import _chain_kernel
-from gapless.ops.linear_replay.kernels import (
-    _fold_stream_kernel,
-    _fold_weights_kernel,
-    _stream_kernel,
-    _token_weights_kernel,
-    _window_weights_kernel,
-)
-from gapless.ops.linear_replay.tuning import (
-    MATERIALIZE,
-    ChainLaunch,
-    Launch,
-    WindowLaunch,
-    kernel_of,
-    launch_of,
-    window_launch_of,
-)
+from gapless.ops.linear_replay.fold_kernels import _fold_stream_kernel, _fold_weights_kernel
+from gapless.ops.linear_replay.token_kernels import _token_stream_kernel, _token_weights_kernel
+from gapless.ops.linear_replay.tuning import MATERIALIZE, Launch, launch_of
 from gapless.ops.linear_replay.window_kernels import _window_scores_kernel, _window_stream_kernel
 
 if TYPE_CHECKING:
@@ -94,112 +79,69 @@ def replay_window(
     l2norm_eps: float | None,
     scale: float,
     ancestors: Tensor | None = None,  # [B, W] int64 bits
-    launch: Launch | ChainLaunch | WindowLaunch | None = None,
+    launch: Launch | None = None,
 ) -> Tensor:  # [B, W, HV, V] in q's dtype
     """Run one window as `reference.replay_window` does; two launches, no sync.
 
     Arguments may be views whose last two axes are contiguous; others are copied. `launch` defaults
-    to the tuned one, and says by its type which kernels run. Sums of one token are fp32; those of a
-    wider window have 23 bits on matrix units, or are fp32 too where the launch says so.
+    to the tuned one. Sums of one token are fp32; those of a wider window have 21 bits or more on
+    matrix units.
     """
-    rows, width, key_heads, key_dim = q.shape
-    value_heads, value_dim = v.shape[2:]
-    num_replayed = indices.ring_read.shape[1]
+    width, num_replayed = q.shape[1], indices.ring_read.shape[1]
     reason = unsupported_window(width, num_replayed, memory, recurrence, l2norm_eps)
     assert reason is None, reason
     _assert_contiguous(memory)
-    state = memory.checkpoint
-    is_per_channel = recurrence is Recurrence.KIMI_DELTA
-    if launch is None and width > 1:
-        launch = window_launch_of(width, rows=rows, is_per_channel=is_per_channel)
     launch = launch or launch_of(
-        kernel_of(width, num_replayed),
-        rows=rows, is_per_channel=is_per_channel, state_bytes=state.element_size(),
-    )  # fmt: skip
+        width, num_replayed, rows=len(q), is_per_channel=recurrence is Recurrence.KIMI_DELTA
+    )
     q, k, v, log_decay = (_inner_contiguous(x, 2) for x in (q, k, v, log_decay))
-    beta = beta if beta is None else _inner_contiguous(beta, 1)
-    if isinstance(launch, ChainLaunch):
-        assert beta is not None, "a chain of a delta rule has beta"
-        inputs = (q, k, v, beta, log_decay)
-        return _run_chain(inputs, memory, indices, launch, l2norm_eps=l2norm_eps, scale=scale)
-    if isinstance(launch, WindowLaunch):
-        return _run_window(
-            (q, k, v, beta, log_decay), memory, indices, launch,
-            l2norm_eps=l2norm_eps, scale=scale, ancestors=ancestors,
-        )  # fmt: skip
-    columns = width if beta is None else 2 * width
-    shape = _Shape(num_replayed, _least_entries(width, num_replayed), columns, width, memory)
-    records = torch.empty((rows, value_heads, shape.size), dtype=torch.float32, device=q.device)
-    ring_read, ring_write = indices.ring_read.contiguous(), indices.ring_write.contiguous()
-    fold_mask = indices.fold_mask.contiguous().view(torch.uint8)
-    zero_entry = memory.d_ring.shape[0] - 1
-    weighed = (records, memory.k_ring, memory.g_ring, ring_read, ring_write, fold_mask)
-    numbers = (zero_entry, scale, 0.0 if l2norm_eps is None else l2norm_eps)
-    settings = shape.settings() | {
-        "HAS_DELTA": beta is not None, "HAS_NORM": l2norm_eps is not None,
-        "num_warps": launch.weights_warps, **chained(q),
-    }  # fmt: skip
-    gates = (q if beta is None else beta, log_decay)
+    inputs = (q, k, v, beta if beta is None else _inner_contiguous(beta, 1), log_decay)
     if width == 1:
-        heads = 1 if is_per_channel else math.gcd(value_heads // key_heads, MOST_HEADS)
-        _token_weights_kernel[value_heads // heads, rows, 2](
-            q, k, *gates, *weighed, *(x.stride(0) for x in (q, k, *gates)), *numbers,
-            **settings, KB=min(32, key_dim), HEADS=heads,
-        )  # fmt: skip
-    else:
-        tree = ring_read if ancestors is None else ancestors.contiguous()
-        strides = [stride for x in (q, k, *gates) for stride in x.stride()[:2]]
-        _window_weights_kernel[value_heads, rows](
-            q, k, *gates, tree, *weighed, *strides, *numbers,
-            **settings, KB=32, W=width, XP=max(16, 1 << (columns - 1).bit_length()),
-            HAS_TREE=ancestors is not None,
-            SPLIT_X=is_per_channel or q.dtype is torch.float32,
-        )  # fmt: skip
-    out = torch.empty((rows, width, value_heads, value_dim), dtype=q.dtype, device=q.device)
-    block_v = min(launch.block_v, value_dim)
-    _stream_kernel[value_heads * (value_dim // block_v), rows](
-        records, v, out, state, memory.d_ring, memory.k_ring, ring_read, ring_write, fold_mask,
-        indices.read_rows, indices.fold_rows, v.stride(0), v.stride(1), zero_entry,
-        **shape.settings() | shape.tile(block_v),
-        W=width, XP=max(8, 1 << (columns - 1).bit_length()), HAS_DELTA=beta is not None,
-        HAS_DOTS=launch.has_dots, SPLIT_STATE=state.dtype is torch.float32,
-        **chained(q), num_warps=launch.num_warps, maxnreg=launch.max_registers,
-    )  # fmt: skip
-    return out
+        return _run_token(inputs, memory, indices, launch, l2norm_eps=l2norm_eps, scale=scale)
+    return _run_window(
+        inputs, memory, indices, launch, l2norm_eps=l2norm_eps, scale=scale, ancestors=ancestors
+    )
 
 
-def _run_chain(
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],  # q, k, v, beta, log_decay
+def _run_token(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],  # q, k, v, beta, log_decay
     memory: ReplayMemory,
     indices: ReplayIndices,
-    launch: ChainLaunch,
+    launch: Launch,
     *,
     l2norm_eps: float | None,
     scale: float,
 ) -> Tensor:
-    q, _, v, _, log_decay = inputs
-    rows, width, key_heads, key_dim = q.shape
-    value_heads, value_dim = v.shape[2:]
+    q, k, v, beta, log_decay = inputs
+    rows, _, value_heads, value_dim = v.shape
+    key_heads, key_dim = q.shape[2:]
+    num_replayed = indices.ring_read.shape[1]
+    entries = _num_entries(1, num_replayed)
+    settings = _settings(
+        memory, num_replayed, entries, _token_head(entries, key_dim, has_delta=beta is not None)
+    )
+    records = torch.empty(
+        (rows, value_heads, settings["SIZE"]), dtype=torch.float32, device=q.device
+    )
+    places, zero_entry = _places(indices), memory.d_ring.shape[0] - 1
+    has_delta = {"HAS_DELTA": beta is not None}
     is_per_channel = log_decay.shape[3] > 1
-    launch = launch.clipped(value_dim)
-    state = memory.checkpoint
-    out = torch.empty((rows, width, value_heads, value_dim), dtype=q.dtype, device=q.device)
-    _chain_kernel[value_heads * (value_dim // launch.run_v), rows](
-        *inputs, out, state, memory.d_ring, memory.k_ring, memory.g_ring,
-        indices.ring_read.contiguous(), indices.ring_write.contiguous(),
-        indices.fold_mask.contiguous().view(torch.uint8), indices.read_rows, indices.fold_rows,
-        *(stride for x in inputs for stride in x.stride()[:2]),
-        memory.d_ring.shape[0] - 1, scale, 0.0 if l2norm_eps is None else l2norm_eps,
-        N=indices.ring_read.shape[1], W=width, HALF=max(4, 1 << (width - 1).bit_length()),
-        H=key_heads, HV=value_heads, K=key_dim, V=value_dim,
-        BV=launch.block_v, BLOCKS=launch.run_v // launch.block_v, STAGES=launch.num_stages,
-        # in one warp four threads read a row of a tile, four times 16 bytes each
-        KB=64 // state.element_size() if launch.num_warps == 1 else 32,
-        IS_DIRECT=launch.num_warps == 1,
-        IS_PER_CHANNEL=is_per_channel, HAS_NORM=l2norm_eps is not None,
-        SPLIT_X=is_per_channel or q.dtype is torch.float32,
-        SPLIT_STATE=state.dtype is torch.float32,
-        num_warps=launch.num_warps, num_stages=1, maxnreg=launch.max_registers, **chained(q),
+    heads = 1 if is_per_channel else math.gcd(value_heads // key_heads, MOST_HEADS)
+    gates = (q if beta is None else beta, log_decay)
+    _token_weights_kernel[value_heads // heads, rows, 2](
+        q, k, *gates, records, memory.k_ring, memory.g_ring, *places,
+        *(x.stride(0) for x in (q, k, *gates)),
+        zero_entry, scale, 0.0 if l2norm_eps is None else l2norm_eps,
+        **settings | has_delta, HAS_NORM=l2norm_eps is not None, KB=min(32, key_dim), HEADS=heads,
+        num_warps=launch.weights_warps, **chained(q),
+    )  # fmt: skip
+    out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+    block_v = min(launch.block_v, value_dim)
+    _token_stream_kernel[value_heads * (value_dim // block_v), rows](
+        records, v, out, memory.checkpoint, memory.d_ring, memory.k_ring, *places,
+        indices.read_rows, indices.fold_rows, v.stride(0), zero_entry,
+        **settings | has_delta | _tile(memory, block_v),
+        num_warps=launch.num_warps, maxnreg=launch.max_registers, **chained(q),
     )  # fmt: skip
     return out
 
@@ -208,102 +150,55 @@ def _run_window(
     inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],  # q, k, v, beta, log_decay
     memory: ReplayMemory,
     indices: ReplayIndices,
-    launch: WindowLaunch,
+    launch: Launch,
     *,
     l2norm_eps: float | None,
     scale: float,
     ancestors: Tensor | None,
 ) -> Tensor:
     q, k, v, beta, log_decay = inputs
-    rows, width, _, key_dim = q.shape
-    value_heads, value_dim = v.shape[2:]
+    rows, width, value_heads, value_dim = v.shape
+    key_dim = q.shape[3]
     is_per_channel = log_decay.shape[3] > 1
-    half = _half(width)
-    shape = _Shape(indices.ring_read.shape[1], 16, 0, 0, memory)
-    head = _window_head(half, key_dim, is_per_channel=is_per_channel)
-    size = head + 2 * half * (shape.entries + 2 * half) + shape.size
-    records = torch.empty((rows, value_heads, size), dtype=torch.float32, device=q.device)
-    ring_read, ring_write = indices.ring_read.contiguous(), indices.ring_write.contiguous()
-    fold_mask = indices.fold_mask.contiguous().view(torch.uint8)
-    zero_entry = memory.d_ring.shape[0] - 1
-    settings = shape.settings() | {
-        "SIZE": size, "RING": head, "W": width, "HALF": half, **chained(q),
-    }  # fmt: skip
+    half = _padded(width, 4)
+    num_replayed = indices.ring_read.shape[1]
+    entries = _num_entries(width, num_replayed)
+    ring, head = _window_head(half, entries, key_dim, is_per_channel=is_per_channel)
+    settings = _settings(memory, num_replayed, entries, head)
+    settings |= {"RING": ring, "W": width, "HALF": half}
+    records = torch.empty(
+        (rows, value_heads, settings["SIZE"]), dtype=torch.float32, device=q.device
+    )
+    places, zero_entry = _places(indices), memory.d_ring.shape[0] - 1
     gates = (q if beta is None else beta, log_decay)
     _window_scores_kernel[value_heads, rows, 2](
-        q, k, *gates, ring_read if ancestors is None else ancestors.contiguous(), records,
-        memory.k_ring, memory.g_ring, ring_read, ring_write, fold_mask,
+        q, k, *gates, places[0] if ancestors is None else ancestors.contiguous(), records,
+        memory.k_ring, memory.g_ring, *places,
         *(stride for x in (q, k, *gates) for stride in x.stride()[:2]),
         zero_entry, scale, 0.0 if l2norm_eps is None else l2norm_eps,
         **settings, HAS_TREE=ancestors is not None, HAS_DELTA=beta is not None,
         HAS_NORM=l2norm_eps is not None, KB=min(128, key_dim),
-        num_warps=launch.weights_warps, maxnreg=launch.weights_registers,
         # the interpreter has no products of bfloat16
         IS_SHORT=q.is_cuda and q.dtype is memory.k_ring.dtype and q.dtype is not torch.float32,
+        num_warps=launch.weights_warps, **chained(q),
     )  # fmt: skip
-    out = torch.empty((rows, width, value_heads, value_dim), dtype=q.dtype, device=q.device)
-    state = memory.checkpoint
+    out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     block_v = min(launch.block_v, value_dim)
+    is_one_warp = launch.num_warps == 1
     is_wide = is_per_channel or q.dtype is torch.float32
+    is_wide_state = memory.checkpoint.dtype is torch.float32
     _window_stream_kernel[value_heads * (value_dim // block_v), rows](
-        records, q, k, v, out, state, memory.d_ring, memory.k_ring, ring_read, ring_write,
-        fold_mask, indices.read_rows, indices.fold_rows,
+        records, q, k, v, out, memory.checkpoint, memory.d_ring, memory.k_ring, *places,
+        indices.read_rows, indices.fold_rows,
         *(stride for x in (q, k, v) for stride in x.stride()[:2]), zero_entry,
         **settings, V=value_dim, BV=block_v,
         # in one warp four threads read a row of a tile, each 16 bytes of what is widest
-        KB=16 if launch.num_warps == 1 and (is_wide or state.dtype is torch.float32) else 32,
-        PAIR=0 if launch.num_warps > 1 else 1 if is_wide and state.dtype is torch.float32 else 2,
-        SPLIT_X=is_wide, SPLIT_STATE=state.dtype is torch.float32,
-        num_warps=launch.num_warps, maxnreg=launch.max_registers,
+        KB=16 if is_one_warp and (is_wide or is_wide_state) else 32,
+        PAIR=0 if not is_one_warp else 1 if is_wide and is_wide_state else 2,
+        SPLIT_X=is_wide, SPLIT_STATE=is_wide_state,
+        num_warps=launch.num_warps, maxnreg=launch.max_registers, **chained(q),
     )  # fmt: skip
     return out
-
-
-def window_bytes(
-    rows: int,
-    width: int,
-    num_replayed: int,  # N
-    value_heads: int,
-    key_dim: int,
-    recurrence: Recurrence,
-) -> int:
-    """Return the bytes that `replay_window` takes beside its arguments and result, by default."""
-    is_per_channel = recurrence is Recurrence.KIMI_DELTA
-    entries = _num_entries(num_replayed, _least_entries(width, num_replayed))
-    fold = _fold_len(num_replayed, entries, key_dim, is_per_channel=is_per_channel)
-    if width > 1:
-        half = _half(width)
-        head = _window_head(half, key_dim, is_per_channel=is_per_channel)
-        size = head + 2 * half * (entries + 2 * half) + _aligned(fold)
-    else:
-        columns = 1 if recurrence is Recurrence.MAMBA2 else 2
-        size = _aligned(columns * (key_dim + entries + 1) + fold)
-    return 4 * rows * value_heads * size
-
-
-def _half(width: int) -> int:
-    return max(4, 1 << (width - 1).bit_length())
-
-
-def _least_entries(width: int, num_replayed: int) -> int:
-    return 16 if width > 1 or num_replayed > FEW_ENTRIES else 1
-
-
-def _num_entries(num_replayed: int, least: int) -> int:
-    return max(least, 1 << (num_replayed - 1).bit_length())
-
-
-def _fold_len(num_replayed: int, entries: int, key_dim: int, *, is_per_channel: bool) -> int:
-    return key_dim * (1 + num_replayed) if is_per_channel else entries + 1
-
-
-def _window_head(half: int, key_dim: int, *, is_per_channel: bool) -> int:
-    """Floats of the columns' factors, then with a decay per channel of x and the state's decays."""
-    return 2 * half + (2 * half + 1) * key_dim * is_per_channel
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 4) * 4
 
 
 def materialize(
@@ -323,63 +218,104 @@ def materialize(
     reason = unsupported_memory(memory)
     assert reason is None, reason
     _assert_contiguous(memory)
-    shape = _Shape(ring_read.shape[1], 16, 0, 0, memory)
+    rows, num_replayed = ring_read.shape
+    settings = _settings(memory, num_replayed, _padded(num_replayed, 16), 0)
     value_heads, value_dim = memory.checkpoint.shape[1:3]
-    rows, device = len(ring_read), ring_read.device
-    records = torch.empty((rows, value_heads, shape.size), dtype=torch.float32, device=device)
+    records = memory.d_ring.new_empty((rows, value_heads, settings["SIZE"]))
     ring_read, mask = ring_read.contiguous(), mask.contiguous().view(torch.uint8)
     _fold_weights_kernel[value_heads, rows](
         records, memory.k_ring, memory.g_ring, ring_read, mask,
         0.0 if l2norm_eps is None else l2norm_eps,
-        **shape.settings(), KB=32, HAS_NORM=l2norm_eps is not None, **chained(ring_read),
+        **settings, KB=32, HAS_NORM=l2norm_eps is not None, **chained(ring_read),
         num_warps=MATERIALIZE.weights_warps,
     )  # fmt: skip
     block_v = min(MATERIALIZE.block_v, value_dim)
     _fold_stream_kernel[value_heads * (value_dim // block_v), rows](
         records, memory.checkpoint, memory.d_ring, memory.k_ring, ring_read, mask,
-        read_rows, out_rows, **shape.settings() | shape.tile(block_v),
+        read_rows, out_rows, **settings | _tile(memory, block_v),
         **chained(ring_read), num_warps=MATERIALIZE.num_warps,
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """What both kernels of a step must agree on."""
+def _settings(
+    memory: ReplayMemory, num_replayed: int, entries: int, fold_start: int
+) -> dict[str, int]:
+    """Return the constants of all kernels of a step whose fold's weights end its records."""
+    _, key_heads, key_dim = memory.k_ring.shape
+    is_per_channel = memory.g_ring.shape[2] > 1
+    size = _record_size(fold_start, num_replayed, entries, key_dim, is_per_channel=is_per_channel)
+    return {
+        "N": num_replayed,
+        "NP": entries,
+        "H": key_heads,
+        "HV": memory.checkpoint.shape[1],
+        "K": key_dim,
+        "SIZE": size,
+        "IS_PER_CHANNEL": is_per_channel,
+    }
 
-    num_replayed: int  # N
-    least_entries: int  # of a tile
-    columns: int
-    width: int  # W
-    memory: ReplayMemory
 
-    @property
-    def entries(self) -> int:
-        """NP."""
-        return _num_entries(self.num_replayed, self.least_entries)
+def window_bytes(
+    rows: int,
+    width: int,
+    num_replayed: int,  # N
+    value_heads: int,
+    key_dim: int,
+    recurrence: Recurrence,
+) -> int:
+    """Return the bytes that `replay_window` takes beside its arguments and result."""
+    is_per_channel = recurrence is Recurrence.KIMI_DELTA
+    entries = _num_entries(width, num_replayed)
+    if width > 1:
+        _, head = _window_head(_padded(width, 4), entries, key_dim, is_per_channel=is_per_channel)
+    else:
+        head = _token_head(entries, key_dim, has_delta=recurrence is not Recurrence.MAMBA2)
+    size = _record_size(head, num_replayed, entries, key_dim, is_per_channel=is_per_channel)
+    return 4 * rows * value_heads * size
 
-    @property
-    def size(self) -> int:
-        """Floats of a record, in units of 16 bytes."""
-        key_dim, decay_dim = self.memory.checkpoint.shape[3], self.memory.g_ring.shape[2]
-        fold = _fold_len(self.num_replayed, self.entries, key_dim, is_per_channel=decay_dim > 1)
-        return _aligned(self.columns * (key_dim + self.entries + self.width) + fold)
 
-    def settings(self) -> dict[str, object]:
-        """Return the constants of all kernels."""
-        return {
-            "N": self.num_replayed,
-            "NP": self.entries,
-            "H": self.memory.k_ring.shape[1],
-            "HV": self.memory.checkpoint.shape[1],
-            "K": self.memory.checkpoint.shape[3],
-            "SIZE": self.size,
-            "IS_PER_CHANNEL": self.memory.g_ring.shape[2] > 1,
-        }
+def _num_entries(width: int, num_replayed: int) -> int:
+    """Return how many ring entries the kernels of a window count with."""
+    return _padded(num_replayed, 16 if width > 1 or num_replayed > FEW_ENTRIES else 1)
 
-    def tile(self, block_v: int) -> dict[str, object]:
-        """Return the constants of the kernels that read the state, tiles being 128 bytes wide."""
-        state = self.memory.checkpoint
-        return {"V": state.shape[2], "BV": block_v, "KB": 128 // state.element_size()}
+
+def _token_head(entries: int, key_dim: int, *, has_delta: bool) -> int:
+    """Return where in a token's record the fold's weights begin."""
+    return (2 if has_delta else 1) * (key_dim + entries + 1)
+
+
+def _window_head(half: int, entries: int, key_dim: int, *, is_per_channel: bool) -> tuple[int, int]:
+    """Return where in a window's record the ring's scores begin, and where the fold's weights.
+
+    Before the scores are the columns' factors, and with a decay per channel x and state's decays.
+    """
+    ring = 2 * half + (2 * half + 1) * key_dim * is_per_channel
+    return ring, ring + 2 * half * (entries + 2 * half)
+
+
+def _record_size(
+    head: int, num_replayed: int, entries: int, key_dim: int, *, is_per_channel: bool
+) -> int:
+    """Return the floats of a record, fold's weights and all; each starts at 16 bytes."""
+    fold = key_dim * (1 + num_replayed) if is_per_channel else entries + 1
+    return -(-(head + fold) // 4) * 4
+
+
+def _tile(memory: ReplayMemory, block_v: int) -> dict[str, int]:
+    """Return the constants of kernels that read a state in tiles 128 bytes wide."""
+    state = memory.checkpoint
+    return {"V": state.shape[2], "BV": block_v, "KB": 128 // state.element_size()}
+
+
+def _places(indices: ReplayIndices) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which ring entries are read, written and folded."""
+    fold_mask = indices.fold_mask.contiguous().view(torch.uint8)
+    return indices.ring_read.contiguous(), indices.ring_write.contiguous(), fold_mask
+
+
+def _padded(count: int, least: int) -> int:
+    """Return a power of two of at least both."""
+    return max(least, 1 << (count - 1).bit_length())
 
 
 def _inner_contiguous(x: Tensor, num_axes: int) -> Tensor:

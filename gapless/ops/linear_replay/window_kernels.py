@@ -16,10 +16,10 @@ programmatic dependent of the weights kernel, and waits for that one only then.
 
 A record is the columns' factors [XP]; with a decay per channel x [XP, K], decayed to where the ring
 ends, and the decays of the state's channels up to there [K]; then r^T [XP, NP], M^T [XP, XP] and
-the fold's weights, as in `kernels.py`. Mamba-2 is a delta rule whose keys read nothing and whose
+the fold's weights, of `fold_kernels.py`. Mamba-2 is a delta rule whose keys read nothing and whose
 beta is 1.
 
-Decays are built up from the newest on, as in `kernels.py`.
+Decays are built up from the newest on, as in `token_kernels.py`.
 """
 
 # ruff: noqa: PLR0912, RUF005
@@ -30,13 +30,8 @@ import triton
 import triton.language as tl
 
 from gapless.ops.chaining import await_inputs, await_inputs_only, let_next_start
-from gapless.ops.linear_replay.kernels import _decay, _dot, _fold_weights, _head, _store_fold
-
-
-@triton.jit
-def _cut(x):
-    """Return x cut, not rounded, to 11 bits: the rest then has its sign, and 21 bits meet."""
-    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+from gapless.ops.linear_replay.arithmetic import _cut, _decay, _dot, _head
+from gapless.ops.linear_replay.fold_kernels import _fold_weights, _store_fold
 
 
 @triton.jit

@@ -1,0 +1,236 @@
+"""Folds: what a row adds to its state, in a step or for a copy; formulas in `reference.py`.
+
+What the state and the folded entries count for depends on keys and decays alone. A weights kernel
+leaves it in the record of a row and value head, the kernel that has the state at hand reads it
+there: with one decay per head NP factors of the entries' keys and the state's factor, with one per
+channel the state's factors [K] and the decayed keys [N, K].
+"""
+
+# ruff: noqa: RUF005
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gapless.ops.chaining import await_inputs
+from gapless.ops.linear_replay.arithmetic import _decay, _dot, _exact_decay, _sums
+
+
+@triton.jit
+def _fold_weights(
+    fold,  # pointer to the fold's part of a record
+    k_ring,
+    g_ring,
+    entries,
+    mask,  # pointer to the row's mask, a prefix of its entries
+    i_head,
+    i_key_head,
+    eps,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    KB: tl.constexpr,
+    IS_PER_CHANNEL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Store what the state and the masked entries count for in the folded state."""
+    o_n, o_k = tl.arange(0, NP), tl.arange(0, KB)
+    m_n = tl.load(mask + o_n, mask=o_n < N, other=0) != 0
+    m_newer = tl.load(mask + o_n + 1, mask=o_n + 1 < N, other=0) != 0
+    entry = tl.load(entries + o_n, mask=m_n, other=0)
+    newer = tl.load(entries + o_n + 1, mask=m_newer, other=0)
+    is_any = tl.load(mask) != 0
+    oldest = tl.load(entries, mask=is_any, other=0)
+    p_keys = k_ring + ((entry * H + i_key_head) * K)[:, None] + o_k[None, :]
+    factor = tl.full([NP], 1.0, tl.float32)
+    if HAS_NORM:
+        squares = tl.zeros([NP, KB], tl.float32)
+        for c in tl.static_range(K // KB):
+            keys = tl.load(p_keys + c * KB, mask=m_n[:, None], other=0).to(tl.float32)
+            squares += keys * keys
+        factor = tl.rsqrt(tl.where(m_n, tl.sum(squares, 1) + eps, 1.0))
+    if IS_PER_CHANNEL:
+        for c in tl.static_range(K // KB):
+            o_c = c * KB + o_k
+            p_newer = g_ring + ((newer * HV + i_head) * K)[:, None] + o_c[None, :]
+            g_newer = tl.load(p_newer, mask=m_newer[:, None], other=0)
+            p_oldest = g_ring + (oldest * HV + i_head) * K + o_c
+            g_oldest = tl.load(p_oldest, mask=is_any & (o_k >= 0), other=0)
+            keys = tl.load(p_keys + c * KB, mask=m_n[:, None], other=0).to(tl.float32)
+            keys *= factor[:, None] * _decay(_sums(g_newer))
+            tl.store(fold + K + (o_n * K)[:, None] + o_c[None, :], keys, mask=m_n[:, None])
+            tl.store(fold + o_c, _exact_decay(tl.sum(g_newer, 0) + g_oldest))
+    else:
+        g_newer = tl.load(g_ring + newer * HV + i_head, mask=m_newer, other=0)
+        g_oldest = tl.load(g_ring + oldest * HV + i_head, mask=is_any, other=0)
+        tl.store(fold + o_n, factor * _decay(_sums(g_newer)), mask=m_n)
+        tl.store(fold + NP, _exact_decay(tl.sum(g_newer, 0) + g_oldest))
+
+
+@triton.jit
+def _fold_weights_kernel(
+    records,
+    k_ring,
+    g_ring,
+    ring_read,
+    mask,
+    eps,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    KB: tl.constexpr,
+    SIZE: tl.constexpr,
+    IS_PER_CHANNEL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Records that hold a fold alone."""
+    await_inputs(CHAINED)
+    i_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    _fold_weights(
+        records + (i_row * HV + i_head) * SIZE, k_ring, g_ring, ring_read + i_row * N,
+        mask + i_row * N, i_head, i_head // (HV // H), eps,
+        N, NP, H, HV, K, KB, IS_PER_CHANNEL, HAS_NORM,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_fold(
+    p_state,  # pointer to the head's state
+    p_out,  # pointer to where it goes
+    fold,
+    d_ring,
+    k_ring,
+    entries,
+    mask,
+    i_head,
+    i_key_head,
+    o_v,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KB: tl.constexpr,
+    IS_PER_CHANNEL: tl.constexpr,
+):
+    """Store S exp(G) + sum d_j (k_j exp(G - G_j))^T.
+
+    The state is read again, out of the L2 cache as a rule: kept for the few rows that fold, it
+    would take the registers of all. Products are of 23 bits and summed apart from the state,
+    which meets one fp32 factor and one fp32 sum per fold.
+    """
+    o_n, o_k = tl.arange(0, NP), tl.arange(0, KB)
+    BV: tl.constexpr = o_v.shape[0]
+    m_n = tl.load(mask + o_n, mask=o_n < N, other=0) != 0
+    entry = tl.load(entries + o_n, mask=m_n, other=0)
+    p_d = d_ring + ((entry * HV + i_head) * V)[None, :] + o_v[:, None]
+    d = tl.load(p_d, mask=m_n[None, :], other=0)
+    if not IS_PER_CHANNEL:
+        factor = tl.load(fold + o_n, mask=m_n, other=0)
+        decay = tl.load(fold + NP)
+    for c in tl.static_range(K // KB):
+        o_c = c * KB + o_k
+        if IS_PER_CHANNEL:
+            decay = tl.load(fold + o_c)[None, :]
+            p_keys = fold + K + (o_n * K)[:, None] + o_c[None, :]
+            keys = tl.load(p_keys, mask=m_n[:, None], other=0)
+        else:
+            p_keys = k_ring + ((entry * H + i_key_head) * K)[:, None] + o_c[None, :]
+            keys = tl.load(p_keys, mask=m_n[:, None], other=0).to(tl.float32) * factor[:, None]
+        o_state = o_v[:, None] * K + o_c[None, :]
+        state = tl.load(p_state + o_state).to(tl.float32) * decay
+        zeros = tl.zeros([BV, KB], tl.float32)
+        state += _dot(d, keys, zeros, SPLIT_A=True, SPLIT_B=True)
+        tl.store(p_out + o_state, state.to(p_out.dtype.element_ty))
+
+
+@triton.jit
+def _store_few(
+    tiles,
+    p_out,  # pointer to the head's state
+    fold,
+    d_ring,
+    k_ring,
+    entries,
+    mask,
+    i_head,
+    i_key_head,
+    o_v,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KB: tl.constexpr,
+    IS_PER_CHANNEL: tl.constexpr,
+):
+    """Store the same from the tiles at hand, for so few entries that they are added one by one."""
+    o_k = tl.arange(0, KB)
+    d = ()
+    p_keys = ()
+    factors = ()
+    for j in tl.static_range(N):
+        is_folded = tl.load(mask + j) != 0
+        entry = tl.load(entries + j)
+        p_d = d_ring + (entry * HV + i_head) * V + o_v
+        d = d + (tl.load(p_d, mask=is_folded & (o_v >= 0), other=0),)
+        if IS_PER_CHANNEL:
+            p_keys = p_keys + (fold + (1 + j) * K + o_k,)
+            factors = factors + (1.0,)
+        else:
+            p_keys = p_keys + (k_ring + (entry * H + i_key_head) * K + o_k,)
+            factors = factors + (tl.load(fold + j, mask=is_folded, other=0),)
+    for c in tl.static_range(K // KB):
+        decay = tl.load(fold + c * KB + o_k)[None, :] if IS_PER_CHANNEL else tl.load(fold + NP)
+        added = tl.zeros([o_v.shape[0], KB], tl.float32)
+        for j in tl.static_range(N):
+            m_j = (tl.load(mask + j) != 0) & (o_k >= 0)
+            key = tl.load(p_keys[j] + c * KB, mask=m_j, other=0).to(tl.float32) * factors[j]
+            added += d[j][:, None] * key[None, :]
+        state = tiles[c].to(tl.float32) * decay + added
+        o_state = o_v[:, None] * K + (c * KB + o_k)[None, :]
+        tl.store(p_out + o_state, state.to(p_out.dtype.element_ty))
+
+
+@triton.jit
+def _fold_stream_kernel(
+    records,
+    checkpoint,
+    d_ring,
+    k_ring,
+    ring_read,
+    mask,
+    read_rows,
+    out_rows,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    KB: tl.constexpr,
+    SIZE: tl.constexpr,
+    IS_PER_CHANNEL: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Fold the masked prefix of the ring into another row, or the same."""
+    i_head, i_row = tl.program_id(0) // (V // BV), tl.program_id(1).to(tl.int64)
+    o_v = tl.program_id(0) % (V // BV) * BV + tl.arange(0, BV)
+    read_row, out_row = tl.load(read_rows + i_row), tl.load(out_rows + i_row)
+    await_inputs(CHAINED)
+    p_state = checkpoint + (read_row * HV + i_head) * (V * K)
+    p_out = checkpoint + (out_row * HV + i_head) * (V * K)
+    _store_fold(
+        p_state, p_out, records + (i_row * HV + i_head) * SIZE, d_ring, k_ring,
+        ring_read + i_row * N, mask + i_row * N, i_head, i_head // (HV // H), o_v,
+        N, NP, H, HV, K, V, KB, IS_PER_CHANNEL,
+    )  # fmt: skip
