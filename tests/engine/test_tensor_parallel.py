@@ -277,6 +277,7 @@ def rank_1_of(engine: int) -> int:
     raise AssertionError(f"process {engine} has no rank 1")
 
 
+@pytest.mark.slow
 def test_processes_agree_about_trees(
     checkpoint_of: CheckpointOf, expected: dict[str, list[tuple[int, ...]]]
 ) -> None:
@@ -414,6 +415,7 @@ def test_processes_end_with_python(checkpoint_of: CheckpointOf, tmp_path: Path) 
         os.kill(pid, 0)
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_is_told_so(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
     done = run_script(tmp_path / "bare.py", SCRIPT + "main()\n", checkpoint_of("qwen3"))
     assert done.returncode == 1

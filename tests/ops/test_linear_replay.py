@@ -279,14 +279,14 @@ def run(shape: Shape) -> None:
     engine.check_states()
 
 
-@pytest.mark.parametrize("replay_len", [1, 4, 8, 16])
+@pytest.mark.parametrize("replay_len", [1, 4, pytest.param(8, marks=pytest.mark.slow), 16])
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 9, 16])
 @pytest.mark.parametrize("recurrence", list(Recurrence))
 def test_chain_agrees_with_recurrence(recurrence: Recurrence, width: int, replay_len: int) -> None:
     run(Shape(recurrence, width, replay_len))
 
 
-@pytest.mark.parametrize("replay_len", [1, 4, 8, 16])
+@pytest.mark.parametrize("replay_len", [1, 4, pytest.param(8, marks=pytest.mark.slow), 16])
 @pytest.mark.parametrize("width", [2, 3, 4, 5, 9, 16])
 @pytest.mark.parametrize("recurrence", list(Recurrence))
 def test_tree_agrees_with_recurrence(recurrence: Recurrence, width: int, replay_len: int) -> None:

@@ -20,7 +20,7 @@ from tests.runner.rig import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from gapless.core.plan import PrefillSegment
@@ -77,11 +77,19 @@ def _resumed(position: int, tokens: list[int]) -> tuple[Running, list[PageCopy],
     return sequence(tokens, 1, pages), copies, {*pages, *own_pages(0)}
 
 
+RESUMED = {1: (3, 9, 18), 3: (1, 4, 8, 22), 64: (2, 5, 7, 12)}
+ALL_RESUMED = sorted(p for positions in RESUMED.values() for p in positions)
+
+
 @pytest.mark.parametrize(
-    ("chunk", "positions"), [(1, (3, 9, 18)), (3, (1, 4, 8, 22)), (64, (2, 5, 7, 12))]
+    ("chunk", "positions"),
+    [
+        *RESUMED.items(),
+        *(pytest.param(chunk, ALL_RESUMED, marks=pytest.mark.slow) for chunk in RESUMED),
+    ],
 )
 def test_resumed_equals_cold(
-    make_rig: Callable[..., Rig], chunk: int, positions: tuple[int, ...]
+    make_rig: Callable[..., Rig], chunk: int, positions: Sequence[int]
 ) -> None:
     cold, rig = make_rig(), make_rig()
     for position in positions:

@@ -32,6 +32,7 @@ def test_programs(window: int) -> None:
     ("window", "tree", "count"),
     [
         (6, TreeShape(3, 2), 40),
+        pytest.param(6, TreeShape(3, 2), 400, marks=pytest.mark.slow),
         (5, TreeShape(2, 4), 40),
         (8, TreeShape(7, 3), 40),
         pytest.param(16, TreeShape(4, 4), 1000, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
