@@ -80,6 +80,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("recurrence", ["GATED_DELTA", "KIMI_DELTA", "MAMBA2"])
 def test_kernels_compile_and_those_that_read_states_do_not_spill(recurrence: str) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

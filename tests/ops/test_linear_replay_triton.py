@@ -477,8 +477,11 @@ RUNS = [
 
 @pytest.mark.parametrize(("recurrence", "width", "replay_len"), RUNS)
 def test_run_agrees_with_recurrence(recurrence: Recurrence, width: int, replay_len: int) -> None:
+    # other settings than the pinned ones
+    shape = Shape(
+        recurrence, width, replay_len, value_heads=1, key_dim=64, launch=Launch(32, 2, 2)
+    )  # fmt: skip
     # past two multiples of L at least
-    shape = Shape(recurrence, width, replay_len, value_heads=1, key_dim=64)
     run(shape, 1 + 2 * replay_len // (1 if width == 1 else 2))
 
 
