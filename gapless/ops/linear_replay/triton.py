@@ -2,7 +2,7 @@
 
 Same functions and meaning as `reference.py`. The ring entry of zeros is the rings' last one, so
 that it is recognised and not read. One token takes the two launches of `token_kernels.py`, windows
-of several those of `window_kernels.py`.
+of several those of `window_scores_kernel.py` and `window_stream_kernel.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from gapless.ops.chaining import chained
 from gapless.ops.linear_replay.fold_kernels import _fold_stream_kernel, _fold_weights_kernel
 from gapless.ops.linear_replay.token_kernels import _token_stream_kernel, _token_weights_kernel
 from gapless.ops.linear_replay.tuning import MATERIALIZE, Launch, launch_of
-from gapless.ops.linear_replay.window_kernels import _window_scores_kernel, _window_stream_kernel
+from gapless.ops.linear_replay.window_scores_kernel import _window_scores_kernel
+from gapless.ops.linear_replay.window_stream_kernel import _window_stream_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
