@@ -1,9 +1,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest
-# seconds that a whole test run may take
-TEST_LIMIT ?= 3600
+# a worker per core, each of one thread and about 1 GB; the slowest tests are listed at the end
+TEST_WORKERS ?= auto
+PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --maxprocesses 8 --dist worksteal --durations 15
+# seconds that a whole test run may take: `test` needs under 600 with two idle cores
+TEST_LIMIT ?= 1200
 TEST_ALL_LIMIT ?= 7200
 
 export OMP_NUM_THREADS := 1

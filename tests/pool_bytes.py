@@ -14,7 +14,7 @@ from gapless.speculative.mtp import MtpDrafter
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from gapless.config.resolve import Config
+    from gapless.config.config import Config
     from gapless.core.architecture import Architecture
 
 

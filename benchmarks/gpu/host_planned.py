@@ -34,7 +34,7 @@ from gapless import LLM
 from gapless.attention.backend import make_backend
 from gapless.attention.flashinfer import IS_CAUSAL, FlashInferAttention
 from gapless.attention.reference import ReferenceAttention
-from gapless.core.architecture import LatentSpec
+from gapless.core.specs.attention import LatentSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.gpu.harness import main, relative, time_us
-from gapless.core.architecture import Recurrence
+from gapless.core.specs.linear import Recurrence
 from gapless.ops.linear_chunk import (
     ChunkIndices,
     RoundIndices,

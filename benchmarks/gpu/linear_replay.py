@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.gpu.harness import capture, main, relative, replay_us, result
-from gapless.core.architecture import Recurrence
+from gapless.core.specs.linear import Recurrence
 from gapless.ops.linear_replay import ReplayIndices, ReplayMemory, reference
 from gapless.ops.linear_replay import triton as kernels
 from gapless.ops.linear_replay.token_kernels import _token_stream_kernel

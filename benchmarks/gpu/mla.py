@@ -309,7 +309,6 @@ ONE, FOUR = window_tiling(FEW.heads, BF16), window_tiling(4 * FEW.heads, BF16)
 QUICK: dict[int, tuple[LatentTiling, ...]] = {
     1: (
         ONE,
-        replace(ONE, block_n=64, num_warps=8, num_stages=1, max_registers=128),
         replace(ONE, min_split=128, full_split=512),
     ),
     4: (

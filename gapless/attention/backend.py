@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from gapless.attention.measured import faster_for_latents
-from gapless.core.architecture import LatentSpec
+from gapless.core.specs.attention import LatentSpec
 from gapless.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from gapless.core.architecture import PagedSpec
+    from gapless.core.specs.attention import PagedSpec
     from gapless.ops.draft_tree import TreeMask
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,10 @@ class AttentionBackend(Protocol):
 
     def kv_lens(self, limit: int) -> tuple[int, ...]:
         """Bounds that are worth a graph of their own, ascending, `limit` the last."""
+        ...
+
+    def window_bytes(self, num_rows: int, width: int, kv_len: int) -> int:
+        """Bytes that a layer's window takes at least, beside arguments and result, as it runs."""
         ...
 
     def plan_window(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gapless.core.architecture import LatentSpec
+from gapless.core.specs.attention import LatentSpec
 from gapless.ops.events import Event
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gapless.attention.backend import AttentionBackend, PlannedAttention
-    from gapless.core.architecture import PagedSpec
+    from gapless.core.specs.attention import PagedSpec
     from gapless.ops.draft_tree import TreeMask
 
 # what is compiled: one kernel, of these channels, for bfloat16 alone
@@ -170,6 +170,11 @@ class FlashInferAttention:
     def kv_lens(self, limit: int) -> tuple[int, ...]:
         """See `AttentionBackend`: those of the backend that plans all else."""
         return self._on_device.kv_lens(limit)
+
+    def window_bytes(self, num_rows: int, width: int, kv_len: int) -> int:
+        """See `AttentionBackend`: nothing, partial results lie in a workspace that is kept."""
+        del num_rows, width, kv_len
+        return 0
 
     def plan_window(
         self,

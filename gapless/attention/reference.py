@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from gapless.core.architecture import PagedSpec
+    from gapless.core.specs.attention import PagedSpec
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,11 @@ class ReferenceAttention(PlansOnDevice):
             return (*range(KV_LEN_STEP, limit, KV_LEN_STEP), limit)
         powers = (2**exponent for exponent in range(8, 40))
         return (*takewhile(lambda kv_len: kv_len < limit, powers), limit)
+
+    def window_bytes(self, num_rows: int, width: int, kv_len: int) -> int:
+        """See `AttentionBackend`: nothing is known."""
+        del num_rows, width, kv_len
+        return 0
 
     def plan_window(
         self,

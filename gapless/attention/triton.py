@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gapless.attention.backend import PlansOnDevice
-from gapless.core.architecture import LatentSpec
+from gapless.core.specs.attention import LatentSpec
 from gapless.ops.mla import triton as mla
 from gapless.ops.mla.tuning import prefill_tiling as latent_prefill_tiling
 from gapless.ops.paged_attention.triton import (
@@ -16,6 +16,7 @@ from gapless.ops.paged_attention.triton import (
     paged_window_attention,
     prefill_tiles,
     prefill_tiling,
+    window_bytes,
 )
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from gapless.core.architecture import PagedSpec
+    from gapless.core.specs.attention import PagedSpec
     from gapless.ops.draft_tree import TreeMask
 
 
@@ -119,14 +120,29 @@ class TritonAttention(PlansOnDevice):
         layers: Collection[PagedSpec] = (),
         dtype: str = "float32",
     ) -> None:
-        """Args: layers, dtype: of the layers whose tiles `prefill_tiles` lays out."""
+        """Args: layers, dtype: of the layers that run."""
         del max_len, device
         self._page_size = page_size
-        self._tile_sizes = sorted({_tile_size(layer, vars(torch)[dtype]) for layer in layers})
+        self._layers = frozenset(layers)
+        self._dtype: torch.dtype = vars(torch)[dtype]
+        self._tile_sizes = sorted({_tile_size(layer, self._dtype) for layer in layers})
 
     def kv_lens(self, limit: int) -> tuple[int, ...]:
         """See `AttentionBackend`: rows read their own lengths, and the bound only limits splits."""
         return (SHORT_KV_LEN, limit) if limit > SHORT_KV_LEN else (limit,)
+
+    def window_bytes(self, num_rows: int, width: int, kv_len: int) -> int:
+        """See `AttentionBackend`: partial results of the layer that has most."""
+        tokens, dtype = num_rows * width, self._dtype
+        found = [0]
+        for layer in self._layers:
+            if isinstance(layer, LatentSpec):
+                shape = (layer.num_heads, layer.kv_lora_rank)
+                found.append(mla.window_bytes(tokens, width, *shape, dtype, kv_len=kv_len))
+            else:
+                heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
+                found.append(window_bytes(tokens, width, *heads, dtype, kv_len=kv_len))
+        return max(found)
 
     def plan_window(
         self,

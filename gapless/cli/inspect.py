@@ -13,19 +13,15 @@ import tyro
 from gapless.assets import demo_checkpoint
 from gapless.cli.report import table
 from gapless.config.budget import divide
+from gapless.config.config import DeviceInfo
+from gapless.config.drafting import DEFAULT_DRAFTS, MOST_DRAFTS, check_drafting, window_shape
 from gapless.config.hf import read_hf_config
+from gapless.config.memory import demand, resolve_footprint
 from gapless.config.options import EngineOptions
-from gapless.config.resolve import (
-    DEFAULT_DRAFTS,
-    MOST_DRAFTS,
-    DeviceInfo,
-    demand,
-    resolve_footprint,
-    window_shape,
-)
 from gapless.config.switches import wants_float8_head
-from gapless.core.architecture import MlpSpec, conv_ring_capacity, ring_capacity
+from gapless.core.architecture import conv_ring_capacity, ring_capacity
 from gapless.core.footprint import human, num_active_parameters, num_mtp_parameters
+from gapless.core.specs.feed_forward import MlpSpec
 from gapless.errors import ConfigError
 from gapless.observe.logging import configure
 
@@ -35,8 +31,9 @@ if TYPE_CHECKING:
 
     from gapless.config.budget import Demand
     from gapless.config.hf import HfConfig
-    from gapless.core.architecture import Architecture, MoeSpec
+    from gapless.core.architecture import Architecture
     from gapless.core.footprint import Footprint
+    from gapless.core.specs.feed_forward import MoeSpec
 
 UNITS = {
     "B": 1,
@@ -104,19 +101,19 @@ class Inspect:
         hf = read_hf_config(self._config_path(options))
         spec = read_architecture(hf)
         plain = resolve_footprint(options, spec, hf.dtype, device)
-        footprints = {0: plain}
-        if num_drafts:
-            max_window, tree = window_shape(options, num_drafts)
-            num_drafts = max_window - 1
-            uses_mtp = options.speculative_algorithm in ("auto", "mtp")
-            drafter = "mtp" if uses_mtp and spec.num_mtp_layers else "none"
-            footprints[num_drafts] = replace(
-                plain,
-                max_window=max_window,
-                tree=tree,
-                uses_mtp=uses_mtp,
-                has_float8_head=wants_float8_head(options, device, plain.dtype, drafter=drafter),
-            )
+        drafter = _drafter(options, num_drafts)
+        max_window, tree = window_shape(options, num_drafts, drafter)
+        num_drafts = max_window - 1
+        # who drafts without known MTP layers has no head of theirs
+        head_drafter = drafter if spec.num_mtp_layers else "none"
+        speculative = replace(
+            plain,
+            max_window=max_window,
+            tree=tree,
+            uses_mtp=drafter == "mtp",
+            has_float8_head=wants_float8_head(options, device, plain.dtype, drafter=head_drafter),
+        )
+        footprints = {0: plain, num_drafts: speculative} if num_drafts else {0: plain}
         wanted = demand(options, footprints[num_drafts], device)
         room = Room(
             memory_bytes=device.free_bytes,
@@ -152,6 +149,7 @@ class Inspect:
         return replace(self.engine, model=self.checkpoint)
 
     def _num_drafts(self, options: EngineOptions) -> int:
+        check_drafting(options)
         asked, steps = self.num_drafts, options.speculative_num_steps
         if None not in (asked, steps) and asked != steps:
             raise ConfigError(
@@ -183,6 +181,13 @@ class Inspect:
         if options.model is None:
             return demo_checkpoint()
         return resolve_config(options.model, revision=options.revision)
+
+
+def _drafter(options: EngineOptions, num_drafts: int) -> str:
+    """Who drafts. Configs need not tell of MTP layers, which an engine finds in the weights."""
+    if not num_drafts:
+        return "none"
+    return "ngram" if options.speculative_algorithm == "ngram" else "mtp"
 
 
 def parse_size(text: str) -> int:

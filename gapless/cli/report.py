@@ -19,7 +19,7 @@ from gapless.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from gapless.config.resolve import Config
+    from gapless.config.config import Config
 
 _NUMBERS = re.compile(r"\[\n\s+([-+.,0-9eE\s]+)\n\s+\]")
 

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from gapless.core.architecture import YarnSpec
+from gapless.core.specs.attention import YarnSpec
 from gapless.errors import ModelError, UnsupportedModel
 
 if TYPE_CHECKING:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from gapless.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 # what others call context parallelism, which does not exist here
 CONTEXT_PARALLEL_NAMES = ("cp", "context_parallel_size", "cp_size", "dcp_size")
@@ -119,3 +122,11 @@ class EngineOptions:
                 )
                 raise ConfigError(f"unknown option {key!r}; {hint}")
         return cls(**values)
+
+
+def choose(name: str, asked: int | None, default: int) -> int:
+    """Return what is asked for of an option, or else the default, logged."""
+    if asked is not None:
+        return asked
+    logger.info("%s = %d (default)", name, default)
+    return default

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from gapless.errors import ConfigError
 
 if TYPE_CHECKING:
+    from gapless.config.config import DeviceInfo
     from gapless.config.options import EngineOptions
-    from gapless.config.resolve import DeviceInfo
 
 logger = logging.getLogger(__name__)
 

@@ -1,18 +1,25 @@
 """Bytes of device memory that a model takes on each rank: its weights, and its pools' parts.
 
-The one set of formulas behind the memory budget (`config/resolve.py`) and `gapless inspect`. They
+The one set of formulas behind the memory budget (`config/memory.py`) and `gapless inspect`. They
 say what `runner/pools.py` allocates, byte for byte, and what loading fills; activations, rotary
-tables and the slot table live in the memory that the budget leaves over. Most of the slot table is
-the token counts of penalties: 5 bytes per slot and entry of the vocabulary.
+tables, workspaces and the slot table live in the memory that the budget leaves over
+(`runner/reserve.py`). Most of the slot table is the token counts of penalties: 5 bytes per slot and
+entry of the vocabulary.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from gapless.core.architecture import DTYPE_BYTES, Architecture, LayerSpec, MoeSpec, PagedSpec
 from gapless.core.draft_shape import TreeShape, draft_reach
+from gapless.core.dtypes import DTYPE_BYTES
 from gapless.core.parallel import architecture_of_rank, head_rows
+from gapless.core.specs.attention import PagedSpec
+from gapless.core.specs.feed_forward import MoeSpec
+
+if TYPE_CHECKING:
+    from gapless.core.architecture import Architecture, LayerSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,24 +13,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from gapless.core.architecture import (
-    Architecture,
-    AttentionSpec,
-    BlockSpec,
-    GroupedMoeSpec,
-    KdaSpec,
-    LatentSpec,
-    LayerSpec,
-    LightningSpec,
-    LinearSpec,
-    MixerSpec,
-    MlpSpec,
-    MoeSpec,
-    PagedSpec,
-    ParallelSpec,
-    ShortConvSpec,
-    SsmSpec,
-)
+from gapless.core.architecture import Architecture, LayerSpec, MixerSpec, ParallelSpec
+from gapless.core.specs.attention import AttentionSpec, LatentSpec, PagedSpec
+from gapless.core.specs.feed_forward import BlockSpec, GroupedMoeSpec, MlpSpec, MoeSpec
+from gapless.core.specs.linear import KdaSpec, LightningSpec, LinearSpec, ShortConvSpec, SsmSpec
 from gapless.errors import ConfigError
 
 if TYPE_CHECKING:

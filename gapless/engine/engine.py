@@ -25,9 +25,9 @@ from gapless.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from gapless.config.config import Config
     from gapless.config.hf import GenerationDefaults
     from gapless.config.options import EngineOptions
-    from gapless.config.resolve import Config
     from gapless.core.counters import CacheCounters, LoopCounters
     from gapless.core.grammar import GrammarState
     from gapless.core.plan import Delta, LogprobRow

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from gapless.assets import demo_checkpoint
+from gapless.config.checks import num_ranks
+from gapless.config.config import Config, DeviceInfo
 from gapless.config.hf import HfConfig, read_hf_config
-from gapless.config.resolve import Config, DeviceInfo, num_ranks, resolve
+from gapless.config.resolve import resolve
 from gapless.engine.worker import Workers
 from gapless.errors import BackendUnavailable, ConfigError
 from gapless.layers.placement import Alone, Placement
@@ -22,6 +24,7 @@ from gapless.models.loader import dummy_weights, load_weights, stored_tensors, t
 from gapless.models.mtp import MTP_RULE, MtpHead, num_stored_layers
 from gapless.models.registry import model_module, read_architecture
 from gapless.runner.device import make_device, num_positions
+from gapless.runner.reserve import within_memory
 from gapless.runner.runner import Runner
 from gapless.runner.warm_up import warm_up
 
@@ -134,22 +137,32 @@ def decide(options: EngineOptions) -> Recipe:
 
 
 def build(recipe: Recipe, rank: int, communicator: Communicator) -> Runner:
-    """Allocate and load one rank's part of a model, and make its runner."""
+    """Allocate and load one rank's part of a model, and make its runner.
+
+    Raises:
+        ConfigError: its steps do not fit the memory that weights and pools leave over.
+    """
     config = recipe.config
     if config.device == "cpu":
         torch.set_num_threads(config.num_threads)
     dtype: torch.dtype = vars(torch)[config.dtype]
     place = Placement(torch.device(config.device), dtype, rank, config.tp, communicator)
-    architecture, module = recipe.architecture, model_module(recipe.hf.model_type)
+    with within_memory(config):
+        runner = _make_runner(recipe, place)
+        if config.device == "cuda":
+            warm_up(runner, config)
+    return runner
+
+
+def _make_runner(recipe: Recipe, place: Placement) -> Runner:
+    config, architecture = recipe.config, recipe.architecture
+    module = model_module(recipe.hf.model_type)
     model: Decoder = module.build(architecture, place, num_positions=num_positions(config))
     mtp = MtpHead(architecture, place) if config.drafter == "mtp" else None
     _fill(model, mtp, recipe.weights, module.ignore_rules(architecture), recipe.seed)
     if config.switches.has_float8_head:
         model.keep_draft_head()
-    runner = Runner(make_device(model, mtp, config, place), config)
-    if config.device == "cuda":
-        warm_up(runner, config)
-    return runner
+    return Runner(make_device(model, mtp, config, place), config)
 
 
 def _find_weights(options: EngineOptions, checkpoint: Path) -> _Weights | None:

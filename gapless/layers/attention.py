@@ -12,7 +12,7 @@ from gapless.ops.gates import sigmoid_gate
 from gapless.ops.qk_norm_rope import qk_norm_rope
 
 if TYPE_CHECKING:
-    from gapless.core.architecture import AttentionSpec
+    from gapless.core.specs.attention import AttentionSpec
     from gapless.layers.batch import AttentionBatch, LayerMemory
     from gapless.layers.placement import Placement
     from gapless.layers.shard import Target

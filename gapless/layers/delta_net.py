@@ -17,7 +17,7 @@ from gapless.ops.norm import gated_rms_norm
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gapless.core.architecture import LinearSpec
+    from gapless.core.specs.linear import LinearSpec
     from gapless.layers.batch import AttentionBatch, LayerMemory
     from gapless.layers.placement import Placement
     from gapless.layers.shard import Share, Target

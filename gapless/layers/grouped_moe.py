@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gapless.core.architecture import MlpSpec, Scoring
+from gapless.core.specs.feed_forward import MlpSpec, Scoring
 from gapless.layers.mlp import GatedMlp
 from gapless.layers.moe import SparseMlp, shared_part
 from gapless.ops.group_routing import route_in_groups
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gapless.core.architecture import GroupedMoeSpec
+    from gapless.core.specs.feed_forward import GroupedMoeSpec
     from gapless.layers.placement import Placement
     from gapless.layers.shard import Target
 

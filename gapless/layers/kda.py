@@ -15,7 +15,7 @@ from gapless.ops.norm import gated_rms_norm
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gapless.core.architecture import KdaSpec
+    from gapless.core.specs.linear import KdaSpec
     from gapless.layers.batch import AttentionBatch, LayerMemory
     from gapless.layers.placement import Placement
     from gapless.layers.shard import Target

@@ -16,7 +16,7 @@ from gapless.ops.gates import sigmoid_gate
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gapless.core.architecture import LightningSpec
+    from gapless.core.specs.linear import LightningSpec
     from gapless.layers.batch import AttentionBatch, LayerMemory
     from gapless.layers.placement import Placement
     from gapless.layers.shard import Target

@@ -14,7 +14,7 @@ from gapless.ops.norm import rms_norm
 from gapless.ops.rope import apply_rotary
 
 if TYPE_CHECKING:
-    from gapless.core.architecture import LatentSpec
+    from gapless.core.specs.attention import LatentSpec
     from gapless.layers.batch import AttentionBatch, LayerMemory
     from gapless.layers.placement import Placement
     from gapless.layers.shard import Target

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gapless.core.architecture import MlpSpec, SquaredReluSpec
+    from gapless.core.specs.feed_forward import MlpSpec, SquaredReluSpec
     from gapless.layers.placement import Placement
     from gapless.layers.shard import Target
 

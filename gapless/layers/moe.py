@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gapless.core.architecture import MlpSpec
+from gapless.core.specs.feed_forward import MlpSpec
 from gapless.layers.linear import Linear
 from gapless.layers.mlp import GatedMlp
 from gapless.layers.shard import Share, target
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gapless.core.architecture import MoeSpec
+    from gapless.core.specs.feed_forward import MoeSpec
     from gapless.layers.mlp import SquaredReluMlp
     from gapless.layers.placement import Placement
     from gapless.layers.shard import Target

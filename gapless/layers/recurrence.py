@@ -15,7 +15,7 @@ from gapless.ops.linear_replay import replay_window
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gapless.core.architecture import LinearSpec
+    from gapless.core.specs.linear import LinearSpec
     from gapless.layers.batch import AttentionBatch, LayerMemory
 
 

@@ -8,7 +8,7 @@ from gapless.layers.delta_net import GatedDeltaNet
 from gapless.layers.shard import target
 
 if TYPE_CHECKING:
-    from gapless.core.architecture import SeparateDeltaSpec
+    from gapless.core.specs.linear import SeparateDeltaSpec
     from gapless.layers.placement import Placement
     from gapless.layers.shard import Target
 

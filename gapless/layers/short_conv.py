@@ -12,7 +12,7 @@ from gapless.layers.shard import target
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gapless.core.architecture import ShortConvSpec
+    from gapless.core.specs.linear import ShortConvSpec
     from gapless.layers.batch import AttentionBatch, LayerMemory
     from gapless.layers.placement import Placement
     from gapless.layers.shard import Target

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gapless.core.architecture import Scoring, SquaredReluSpec
+from gapless.core.specs.feed_forward import Scoring, SquaredReluSpec
 from gapless.layers.linear import Linear
 from gapless.layers.mlp import SquaredReluMlp
 from gapless.layers.moe import shared_part
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gapless.core.architecture import SquaredReluMoeSpec
+    from gapless.core.specs.feed_forward import SquaredReluMoeSpec
     from gapless.layers.placement import Placement
     from gapless.layers.shard import Target
 

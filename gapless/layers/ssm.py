@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gapless.core.architecture import GateOrder
 from gapless.core.parallel import linear_of_rank
+from gapless.core.specs.linear import GateOrder
 from gapless.layers.linear import Linear, PartialLinear
 from gapless.layers.recurrence import RecurrentInputs, convolve, linear_inputs, run_recurrence
 from gapless.layers.shard import target
@@ -14,7 +14,7 @@ from gapless.ops.ssm_gates import discretise, skip_gate_norm
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gapless.core.architecture import SsmSpec
+    from gapless.core.specs.linear import SsmSpec
     from gapless.layers.batch import AttentionBatch, LayerMemory
     from gapless.layers.placement import Placement
     from gapless.layers.shard import Target

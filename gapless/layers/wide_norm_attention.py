@@ -12,7 +12,7 @@ from gapless.layers.wide_norm import WideNorms
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gapless.core.architecture import WideNormSpec
+    from gapless.core.specs.attention import WideNormSpec
     from gapless.layers.placement import Placement
     from gapless.layers.shard import Target
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gapless.core.architecture import Architecture, GateOrder, LayerSpec, Recurrence, SsmSpec
+from gapless.core.architecture import Architecture, LayerSpec
+from gapless.core.specs.linear import GateOrder, Recurrence, SsmSpec
 from gapless.errors import ModelError
 from gapless.models.decoder import Decoder, head_rules
 from gapless.models.feed_forward import dense_mlps

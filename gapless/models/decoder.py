@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gapless.core.architecture import Architecture, AttentionSpec, LayerSpec
 from gapless.core.parallel import head_rows
+from gapless.core.specs.attention import AttentionSpec
 from gapless.layers.logits import LogitShard
 from gapless.layers.norm import RmsNorm
 from gapless.layers.shard import target
@@ -23,6 +23,7 @@ from gapless.ops.skinny_linear import Float8Matrix, skinny_linear
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from gapless.core.architecture import Architecture, LayerSpec
     from gapless.layers.batch import AttentionBatch, LayerMemory
     from gapless.layers.placement import Placement
     from gapless.layers.shard import Target

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gapless.config.hf import yarn_mscale
-from gapless.core.architecture import Architecture, LatentSpec, LayerSpec, RotarySpec, Scoring
+from gapless.core.architecture import Architecture, LayerSpec
+from gapless.core.specs.attention import LatentSpec, RotarySpec
+from gapless.core.specs.feed_forward import Scoring
 from gapless.errors import UnsupportedModel
 from gapless.models.decoder import Decoder, head_rules
 from gapless.models.feed_forward import grouped_moe, sparse_behind_dense
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gapless.config.hf import HfConfig
-    from gapless.core.architecture import BlockSpec
+    from gapless.core.specs.feed_forward import BlockSpec
     from gapless.layers.placement import Placement
     from gapless.models.loader import IgnoreRule
 

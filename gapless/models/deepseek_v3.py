@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gapless.core.architecture import Architecture, MtpNames, Scoring
+from gapless.core.architecture import Architecture, MtpNames
+from gapless.core.specs.feed_forward import Scoring
 from gapless.errors import UnsupportedModel
 from gapless.models.decoder import head_rules
 from gapless.models.deepseek_v2 import build, latent_model

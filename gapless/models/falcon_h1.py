@@ -9,20 +9,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gapless.core.architecture import (
-    Architecture,
-    GateOrder,
-    LayerSpec,
-    ParallelSpec,
-    WeightScale,
-)
+from gapless.core.architecture import Architecture, LayerSpec, ParallelSpec, WeightScale
+from gapless.core.specs.linear import GateOrder
 from gapless.models.bamba import build, ignore_rules, mamba2
 from gapless.models.feed_forward import dense_mlps
 from gapless.models.qwen3 import attention_of
 
 if TYPE_CHECKING:
     from gapless.config.hf import HfConfig
-    from gapless.core.architecture import SsmSpec
+    from gapless.core.specs.linear import SsmSpec
 
 __all__ = ["architecture", "build", "ignore_rules"]
 

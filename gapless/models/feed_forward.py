@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gapless.core.architecture import GroupedMoeSpec, MlpSpec, MoeSpec
+from gapless.core.specs.feed_forward import GroupedMoeSpec, MlpSpec, MoeSpec
 from gapless.errors import ModelError, UnsupportedModel
 
 if TYPE_CHECKING:
     from gapless.config.hf import HfConfig
-    from gapless.core.architecture import Scoring
+    from gapless.core.specs.feed_forward import Scoring
 
 
 def dense_mlps(hf: HfConfig) -> tuple[MlpSpec, ...]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gapless.core.architecture import Architecture, AttentionSpec, LayerSpec, Scoring
+from gapless.core.specs.attention import AttentionSpec
+from gapless.core.specs.feed_forward import Scoring
 from gapless.models.deepseek_v3 import ignore_rules, with_next_layer
 from gapless.models.feed_forward import grouped_moe, sparse_behind_dense
 from gapless.models.qwen3 import build, full_attention
 
 if TYPE_CHECKING:
     from gapless.config.hf import HfConfig
+    from gapless.core.architecture import Architecture, LayerSpec
 
 __all__ = ["architecture", "build", "ignore_rules"]
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gapless.core.architecture import Architecture, Scoring
+from gapless.core.specs.feed_forward import Scoring
 from gapless.models.deepseek_v2 import build, latent_model
 from gapless.models.deepseek_v3 import ignore_rules, with_next_layer
 from gapless.models.feed_forward import grouped_moe, sparse_behind_dense
 
 if TYPE_CHECKING:
     from gapless.config.hf import HfConfig
+    from gapless.core.architecture import Architecture
 
 __all__ = ["architecture", "build", "ignore_rules"]
 

@@ -6,15 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gapless.core.architecture import (
-    Architecture,
-    AttentionSpec,
-    GroupedMoeSpec,
-    LayerSpec,
-    MlpSpec,
-    Scoring,
-    WeightScale,
-)
+from gapless.core.architecture import Architecture, LayerSpec, WeightScale
+from gapless.core.specs.feed_forward import GroupedMoeSpec, MlpSpec, Scoring
 from gapless.errors import ModelError
 from gapless.models.bamba import mamba2
 from gapless.models.decoder import Decoder, head_rules
@@ -24,7 +17,9 @@ from gapless.models.qwen3 import attention_of
 
 if TYPE_CHECKING:
     from gapless.config.hf import HfConfig
-    from gapless.core.architecture import BlockSpec, MixerSpec
+    from gapless.core.architecture import MixerSpec
+    from gapless.core.specs.attention import AttentionSpec
+    from gapless.core.specs.feed_forward import BlockSpec
     from gapless.layers.placement import Placement
     from gapless.models.loader import IgnoreRule
     from gapless.models.naming import Spelling

@@ -10,15 +10,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from gapless.core.architecture import (
-    Architecture,
-    KdaSpec,
-    LatentSpec,
-    LayerSpec,
-    MoeSpec,
-    Recurrence,
-    Scoring,
-)
+from gapless.core.architecture import Architecture, LayerSpec
+from gapless.core.specs.attention import LatentSpec
+from gapless.core.specs.feed_forward import MoeSpec, Scoring
+from gapless.core.specs.linear import KdaSpec, Recurrence
 from gapless.errors import ModelError, UnsupportedModel
 from gapless.models.decoder import Decoder, head_rules
 from gapless.models.feed_forward import RouterKeys, grouped_moe, sparse_behind_dense

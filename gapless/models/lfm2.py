@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gapless.core.architecture import Architecture, LayerSpec, MlpSpec, ShortConvSpec
+from gapless.core.architecture import Architecture, LayerSpec
+from gapless.core.specs.feed_forward import MlpSpec
+from gapless.core.specs.linear import ShortConvSpec
 from gapless.models.decoder import Decoder, head_rules
 from gapless.models.naming import SpelledDecoder
 from gapless.models.qwen3 import attention_of
@@ -13,7 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gapless.config.hf import HfConfig
-    from gapless.core.architecture import BlockSpec, MixerSpec
+    from gapless.core.architecture import MixerSpec
+    from gapless.core.specs.feed_forward import BlockSpec
     from gapless.layers.placement import Placement
     from gapless.models.loader import IgnoreRule
     from gapless.models.naming import Spelling

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gapless.core.architecture import Architecture, GroupedMoeSpec, MlpSpec, Scoring
+from gapless.core.specs.feed_forward import GroupedMoeSpec, MlpSpec, Scoring
 from gapless.errors import ModelError, UnsupportedModel
 from gapless.models.lfm2 import build, convolutional, ignore_rules
 
 if TYPE_CHECKING:
     from gapless.config.hf import HfConfig
+    from gapless.core.architecture import Architecture
 
 __all__ = ["architecture", "build", "ignore_rules"]
 

@@ -11,13 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gapless.core.architecture import (
-    Architecture,
-    LightningSpec,
-    MoeSpec,
-    NormedResidualSpec,
-    WeightScale,
-)
+from gapless.core.architecture import Architecture, NormedResidualSpec, WeightScale
+from gapless.core.specs.feed_forward import MoeSpec
+from gapless.core.specs.linear import LightningSpec
 from gapless.errors import ModelError, UnsupportedModel
 from gapless.models.decoder import Decoder, DecoderLayer, head_rules
 from gapless.models.feed_forward import check_blocks

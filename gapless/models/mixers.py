@@ -5,22 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gapless.core.architecture import (
-    AttentionSpec,
+from gapless.core.architecture import ParallelSpec
+from gapless.core.specs.attention import AttentionSpec, LatentSpec, WideNormSpec
+from gapless.core.specs.feed_forward import (
     GroupedMoeSpec,
-    KdaSpec,
-    LatentSpec,
-    LightningSpec,
-    LinearSpec,
     MlpSpec,
     MoeSpec,
-    ParallelSpec,
-    SeparateDeltaSpec,
-    ShortConvSpec,
     SquaredReluMoeSpec,
     SquaredReluSpec,
+)
+from gapless.core.specs.linear import (
+    KdaSpec,
+    LightningSpec,
+    LinearSpec,
+    SeparateDeltaSpec,
+    ShortConvSpec,
     SsmSpec,
-    WideNormSpec,
 )
 from gapless.layers.attention import Attention
 from gapless.layers.delta_net import GatedDeltaNet
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gapless.core.architecture import BlockSpec, MixerSpec
+    from gapless.core.architecture import MixerSpec
+    from gapless.core.specs.feed_forward import BlockSpec
     from gapless.layers.batch import AttentionBatch, LayerMemory
     from gapless.layers.placement import Placement
     from gapless.layers.shard import Target

@@ -8,18 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gapless.core.architecture import (
-    Architecture,
-    AttentionSpec,
-    GateOrder,
-    LayerSpec,
-    MtpNames,
-    Recurrence,
-    Scoring,
-    SquaredReluMoeSpec,
-    SquaredReluSpec,
-    SsmSpec,
-)
+from gapless.core.architecture import Architecture, LayerSpec, MtpNames
+from gapless.core.specs.attention import AttentionSpec
+from gapless.core.specs.feed_forward import Scoring, SquaredReluMoeSpec, SquaredReluSpec
+from gapless.core.specs.linear import GateOrder, Recurrence, SsmSpec
 from gapless.errors import ModelError, UnsupportedModel
 from gapless.models.bamba import NO_LIMIT
 from gapless.models.decoder import Decoder, head_rules

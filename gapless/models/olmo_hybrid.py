@@ -7,14 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gapless.core.architecture import (
-    Architecture,
-    AttentionSpec,
-    LayerSpec,
-    Recurrence,
-    SeparateDeltaSpec,
-    WideNormSpec,
-)
+from gapless.core.architecture import Architecture, LayerSpec
+from gapless.core.specs.attention import AttentionSpec, WideNormSpec
+from gapless.core.specs.linear import Recurrence, SeparateDeltaSpec
 from gapless.errors import ModelError
 from gapless.models.decoder import Decoder, DecoderLayer, head_rules
 from gapless.models.feed_forward import dense_mlps

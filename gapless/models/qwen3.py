@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gapless.core.architecture import Architecture, AttentionSpec, LayerSpec, MlpSpec, MoeSpec
+from gapless.core.architecture import Architecture, LayerSpec
+from gapless.core.specs.attention import AttentionSpec
 from gapless.models.decoder import Decoder, head_rules
 from gapless.models.feed_forward import dense_mlps
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gapless.config.hf import HfConfig
+    from gapless.core.specs.feed_forward import MlpSpec, MoeSpec
     from gapless.layers.placement import Placement
     from gapless.models.loader import IgnoreRule
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from gapless.config.resolve import Config, bucket_for
+from gapless.config.buckets import bucket_for
 from gapless.layers.batch import WindowBatch
 from gapless.ops.draft_tree import TreeMask
 from gapless.ops.sampling import SamplingMode
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from gapless.config.config import Config
     from gapless.core.counters import LaunchCounters
     from gapless.core.plan import DecodeRow, PageEntry, StepPlan
     from gapless.observe.trace import Trace

@@ -21,9 +21,9 @@ from gapless.speculative.ngram import NgramDrafter
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gapless.config.resolve import Config
-    from gapless.core.architecture import PagedSpec
+    from gapless.config.config import Config
     from gapless.core.draft_shape import TreeShape
+    from gapless.core.specs.attention import PagedSpec
     from gapless.layers.batch import LayerMemory
     from gapless.layers.placement import Communicator, Placement
     from gapless.models.decoder import Decoder

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gapless.attention.backend import AttentionBackend
-    from gapless.config.resolve import Config
+    from gapless.config.config import Config
     from gapless.core.counters import LaunchCounters
     from gapless.core.plan import PrefillSegment
     from gapless.runner.accept import Accepted

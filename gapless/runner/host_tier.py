@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gapless.config.resolve import Config
+    from gapless.config.config import Config
     from gapless.core.plan import StepPlan, Transfer
     from gapless.runner.device import Device
 

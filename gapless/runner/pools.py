@@ -12,16 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gapless.core.architecture import (
-    Architecture,
-    LayerSpec,
-    LinearSpec,
-    PagedSpec,
-    conv_ring_capacity,
-    ring_capacity,
-)
+from gapless.core.architecture import Architecture, LayerSpec, conv_ring_capacity, ring_capacity
 from gapless.core.footprint import mtp_mixer
 from gapless.core.parallel import architecture_of_rank
+from gapless.core.specs.attention import PagedSpec
 from gapless.layers.batch import LayerMemory, LinearMemory
 from gapless.ops.linear_replay import ReplayMemory
 from gapless.ops.step_metadata import Geometry
@@ -29,7 +23,8 @@ from gapless.ops.step_metadata import Geometry
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gapless.config.resolve import Config
+    from gapless.config.config import Config
+    from gapless.core.specs.linear import LinearSpec
     from gapless.layers.placement import Placement
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-from gapless.core.architecture import ShortConvSpec
 from gapless.core.sampling_params import MAX_LOGIT_BIAS
+from gapless.core.specs.linear import ShortConvSpec
 from gapless.layers.batch import AttentionBatch, PrefillBatch
 from gapless.ops.linear_chunk import ChunkIndices, RoundIndices, kernels_lack, scan_indices
 from gapless.ops.sampling import SamplingMode, packed_logprobs
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from gapless.config.resolve import Config
+    from gapless.config.config import Config
     from gapless.core.plan import PrefillSegment
     from gapless.observe.trace import Trace
     from gapless.ops.sampling import MaskRows

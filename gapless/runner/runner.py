@@ -24,7 +24,7 @@ from gapless.runner.prefill import PrefillRunner
 from gapless.runner.snapshots import Saver
 
 if TYPE_CHECKING:
-    from gapless.config.resolve import Config
+    from gapless.config.config import Config
     from gapless.runner.device import Device
     from gapless.runner.logprobs import LogprobTicket, PrefillLogprobs
 

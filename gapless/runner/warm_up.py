@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from gapless.core.draft_shape import step_reach
+from gapless.core.footprint import human
 from gapless.core.plan import PageCopy, PrefillSegment, SlotSave, Snapshot, StepPlan
 from gapless.core.request import Request
 from gapless.core.sampling_params import SamplingParams
+from gapless.runner.reserve import StepMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gapless.config.resolve import Config
+    from gapless.config.config import Config
     from gapless.runner.runner import Runner
 
 logger = logging.getLogger(__name__)
@@ -41,17 +43,36 @@ def warm_up(runner: Runner, config: Config) -> None:
     """Run one step of each kind launch by launch, then capture what can be."""
     started, before = time.perf_counter(), torch.cuda.mem_get_info()[0]
     runner.compiles.stop()
+    logger.info(
+        "memory: %s left for steps, of which the largest take %s",
+        human(before),
+        _step_memory(runner),
+    )
     for plan in _plans(config):
         runner.run(plan).wait()
     torch.cuda.synchronize()
     compiled = time.perf_counter()
     runner.capture()
     runner.compiles.start()
+    left = torch.cuda.mem_get_info()[0]
     logger.info(
-        "ready: kernels in %.1f s, graphs in %.1f s and %.2f GiB",
+        "ready: kernels in %.1f s, graphs in %.1f s and %s; %s left",
         compiled - started,
         time.perf_counter() - compiled,
-        (before - torch.cuda.mem_get_info()[0]) / 2**30,
+        human(max(0, before - left)),
+        human(left),
+    )
+
+
+def _step_memory(runner: Runner) -> StepMemory:
+    device = runner.device
+    return StepMemory.of(
+        device.geometry,
+        device.backend,
+        device.pools.linear_specs,
+        vocab_size=device.model.architecture.vocab_size,
+        max_len=device.num_page_columns * device.geometry.page_size,
+        device=device.device.type,
     )
 
 

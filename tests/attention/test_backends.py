@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gapless.attention.backend import BACKENDS, AttentionBackend, choose_backend, make_backend
-from gapless.core.architecture import AttentionSpec, LatentSpec, PagedSpec
+from gapless.core.specs.attention import AttentionSpec, LatentSpec, PagedSpec
 from gapless.errors import BackendUnavailable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

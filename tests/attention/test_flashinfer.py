@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +17,13 @@ from gapless.attention import flashinfer, measured
 from gapless.attention.backend import choose_backend
 from gapless.attention.reference import ReferenceAttention
 from gapless.config.options import EngineOptions
-from gapless.core.architecture import LatentSpec
+from gapless.core.specs.attention import LatentSpec
 from gapless.errors import BackendUnavailable, ConfigError
 from gapless.ops.draft_tree import TreeMask
 from gapless.runner.syncs import forbid_syncs
 from tests.attention.fake_flashinfer import FakeModule, FakeWrapper, StreamEvent, fake_backend
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 PAGE_SIZE, COLUMNS, NUM_PAGES, NUM_SLOTS = 4, 8, 40, 4
 MAX_LEN = PAGE_SIZE * COLUMNS
 HEADS, RANK, ROPE = 4, 12, 6
@@ -231,6 +234,23 @@ def test_the_automatic_choice_follows_a_measurement(
     monkeypatch.setattr(measured, "TOKENS_PER_SECOND", known)
     found = choose_backend("auto", device="cuda", layers=[SERVED], dtype="bfloat16")
     assert found == chosen
+
+
+@pytest.mark.parametrize("name", measured.TOKENS_PER_SECOND)
+def test_what_is_known_of_a_gpu_stands_in_its_newest_file(name: str) -> None:
+    files = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*-host-planned.json"))]
+    newest = [file["kinds"] for file in files if name in file["gpu"]][-1]
+    found = {
+        backend: {one["batch"]: one["tokens_per_second"] for one in newest[kind]["figures"]}
+        for backend, kind in (("flashinfer", "host"), ("triton", "triton"))
+    }
+    assert measured.TOKENS_PER_SECOND[name] == {
+        backend: pytest.approx(figures, abs=0.05) for backend, figures in found.items()
+    }
+
+
+def test_an_h200_plans_on_the_device() -> None:
+    assert measured.faster_for_latents("NVIDIA H200") == "triton"
 
 
 def test_context_parallelism_is_refused() -> None:

@@ -15,10 +15,12 @@ from gapless import EngineOptions
 from gapless.assets import demo_checkpoint
 from gapless.cache.manager import CacheLimits, CacheManager
 from gapless.cli.inspect import Room, fit, parse_size
+from gapless.config.config import Config, DeviceInfo
 from gapless.config.hf import read_hf_config
-from gapless.config.resolve import Config, DeviceInfo, resolve
-from gapless.core.architecture import Architecture, LayerSpec, MlpSpec, MoeSpec
+from gapless.config.resolve import resolve
+from gapless.core.architecture import Architecture, LayerSpec
 from gapless.core.footprint import Footprint, human, num_active_parameters
+from gapless.core.specs.feed_forward import MlpSpec, MoeSpec
 from gapless.errors import ConfigError
 from gapless.layers.placement import Placement
 from gapless.models.mtp import MtpHead
@@ -430,6 +432,31 @@ def test_a_gpu_that_is_not_here(run: Run) -> None:
         (
             ("--speculative-topk", "2", "--speculative-num-draft-tokens", "12"),
             "ConfigError: speculative_num_draft_tokens=12: with speculative_topk=2 and",
+        ),
+        (
+            ("--speculative-algorithm", "none", "--speculative-topk", "2"),
+            "ConfigError: speculative_topk=2 has no effect without a drafter; leave it out",
+        ),
+        (
+            ("--speculative-num-steps", "0", "--speculative-num-draft-tokens", "4"),
+            "ConfigError: speculative_num_draft_tokens=4 has no effect without a drafter; leave",
+        ),
+        (
+            ("--num-drafts", "0", "--speculative-topk", "2"),
+            "ConfigError: speculative_topk=2 has no effect without a drafter; leave it out",
+        ),
+        (
+            ("--speculative-algorithm", "ngram", "--speculative-topk", "2"),
+            "ConfigError: speculative_topk=2: speculative_algorithm=ngram drafts chains only; use",
+        ),
+        (
+            ("--speculative-algorithm", "none", "--draft-head-dtype", "fp8"),
+            "ConfigError: draft_head_dtype=fp8 has no effect without the MTP drafter, the only",
+        ),
+        (("--speculative-topk", "0"), "ConfigError: speculative_topk=0: want an integer of at"),
+        (
+            ("--speculative-algorithm", "mtp", "--speculative-num-steps", "0"),
+            "ConfigError: speculative_algorithm=mtp drafts nothing with speculative_num_steps=0",
         ),
         (("--page-size", "0"), "ConfigError: page_size=0: want an integer of at least 1"),
         (("--revision", "v2"), "ConfigError: revision='v2' has no effect on the bundled model"),

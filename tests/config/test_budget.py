@@ -17,15 +17,11 @@ from gapless.config.budget import (
     Division,
     divide,
 )
-from gapless.core.architecture import (
-    Architecture,
-    AttentionSpec,
-    LayerSpec,
-    LinearSpec,
-    MlpSpec,
-    Recurrence,
-)
+from gapless.core.architecture import Architecture, LayerSpec
 from gapless.core.footprint import Footprint
+from gapless.core.specs.attention import AttentionSpec
+from gapless.core.specs.feed_forward import MlpSpec
+from gapless.core.specs.linear import LinearSpec, Recurrence
 from gapless.errors import ConfigError
 
 ATTENTION = LayerSpec(

@@ -10,24 +10,16 @@ from typing import Any
 import pytest
 
 from gapless import ConfigError, EngineOptions
-from gapless.config.resolve import (
-    Config,
-    DeviceInfo,
-    batch_buckets,
-    bucket_for,
-    resolve,
-    resolve_footprint,
-)
+from gapless.config.buckets import batch_buckets, bucket_for
+from gapless.config.config import Config, DeviceInfo
+from gapless.config.memory import resolve_footprint
+from gapless.config.resolve import resolve
 from gapless.config.switches import Graphs, Switches
-from gapless.core.architecture import (
-    Architecture,
-    AttentionSpec,
-    LayerSpec,
-    LinearSpec,
-    MlpSpec,
-    Recurrence,
-)
+from gapless.core.architecture import Architecture, LayerSpec
 from gapless.core.draft_shape import TreeShape
+from gapless.core.specs.attention import AttentionSpec
+from gapless.core.specs.feed_forward import MlpSpec
+from gapless.core.specs.linear import LinearSpec, Recurrence
 
 ATTENTION = AttentionSpec(4, 2, 32, 8, 1e4, has_qk_norm=True, has_output_gate=True)
 LINEAR = LinearSpec(Recurrence.GATED_DELTA, 2, 4, 16, 24, 4)
@@ -407,6 +399,11 @@ def test_windows_hold_the_root_and_its_drafts(
         (True, {"speculative_topk": 2, "speculative_num_draft_tokens": 12}, "want 4 to 11"),
         (False, {"speculative_topk": 2}, "speculative_topk=2 has no effect without a drafter"),
         (False, {"speculative_num_draft_tokens": 4}, "no effect without a drafter"),
+        (
+            False,
+            {"speculative_simulate_acceptance": 2, "load_format": "dummy"},
+            "speculative_simulate_acceptance=2 has no effect without a drafter",
+        ),
         (True, {"speculative_algorithm": "ngram", "speculative_topk": 2}, "drafts chains only"),
         (
             True,

@@ -64,10 +64,12 @@ def branches_differ(warm: LLM, cold: LLM, offsets: tuple[int, ...], length: int)
     """Offsets at which a branch off a cached prompt does not come out as without the cache."""
     base = tokens(length)
     warm.generate(base, PARAMS)
-    for offset in offsets:
-        for params in (PARAMS, SAMPLED):
-            prompt = base[:offset] + tokens(5, seed=offset)
-            if not same(warm.generate(prompt, params), cold.generate(prompt, params)):
+    prompts = [base[:offset] + tokens(5, seed=offset) for offset in offsets]
+    # the second time each prompt is in the cache itself
+    for params in (PARAMS, SAMPLED):
+        found, expected = warm.generate(prompts, params), cold.generate(prompts, params)
+        for offset, *results in zip(offsets, found, expected, strict=True):
+            if not same(*results):
                 yield offset
 
 
@@ -130,7 +132,7 @@ def test_branches_with_mtp_equal_cold_runs_and_draft_as_well() -> None:
     ids = warm.encode(base)
     for offset in (3, 9, 15, 16, 17, 30, len(ids)):
         prompt = ids[:offset] + warm.encode(" are there now? Answer:")
-        params = replace(PARAMS, max_tokens=24)
+        params = replace(PARAMS, max_tokens=12)
         found, expected = warm.generate(prompt, params), cold.generate(prompt, params)
         assert same(found, expected)
         # drafts read the MTP layer's KV: they are as good only if that is the same
@@ -140,26 +142,33 @@ def test_branches_with_mtp_equal_cold_runs_and_draft_as_well() -> None:
     assert warm.cache_counters.num_hits >= 4
 
 
-@pytest.mark.parametrize("offset", [15, 16, 17, 40])
-@pytest.mark.parametrize("chunk", [1, 3, 16, 64])
+# each chunk and each offset twice
+CUT_PREFIXES = [
+    pytest.param(chunk, offset, marks=pytest.mark.slow if (i + j) % 2 else ())
+    for i, chunk in enumerate((1, 3, 16, 64))
+    for j, offset in enumerate((15, 16, 17, 40))
+]
+
+
+@pytest.mark.parametrize(("chunk", "offset"), CUT_PREFIXES)
 def test_chunked_prefill_of_a_cached_prefix(make_llm: MakeLLM, chunk: int, offset: int) -> None:
     base, tail = tokens(50), tokens(9, seed=1)
     cold = make_llm(disable_prefix_cache=True).generate(base[:offset] + tail, PARAMS)
     warm = make_llm(chunked_prefill_size=chunk)
     poison(warm)
-    for _ in range(3):
+    for _ in range(2):
         warm.generate(base, PARAMS)
         assert same(warm.generate(base[:offset] + tail, PARAMS), cold)
 
 
 @pytest.mark.parametrize("options", [{}, *DRAFTERS[1:]], ids=["k0", "k3"])
 def test_retraction_at_every_position(make_llm: MakeLLM, options: dict[str, Any]) -> None:
-    prompt, params = tokens(20), replace(SAMPLED, max_tokens=24)
+    prompt, params = tokens(20), replace(SAMPLED, max_tokens=18)
     cold = make_llm(disable_prefix_cache=True).generate(prompt, params)
     warm = make_llm(**options)
     poison(warm)
     engine = warm.engine
-    for step in range(1, 26):
+    for step in range(1, 20):
         warm.flush_cache()
         engine.submit(f"r{step}", prompt, params)
         found: list[int] = []
@@ -175,12 +184,15 @@ def test_retraction_at_every_position(make_llm: MakeLLM, options: dict[str, Any]
     assert engine.scheduler.cache_counters.num_hits > 5
 
 
-@pytest.mark.parametrize("spans", [(126, 131), pytest.param((254, 259), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "spans",
+    [(62, 67), *(pytest.param(s, marks=pytest.mark.slow) for s in ((126, 131), (254, 259)))],
+)
 def test_a_state_is_that_of_its_key_at_every_length(spans: tuple[int, int]) -> None:
     """Report A5: what is cached while the next step is under way is of the length it says."""
     warm, cold = bundled_pair()
     prompt = tokens(12)
-    whole = cold.generate(prompt, replace(PARAMS, max_tokens=300)).token_ids
+    whole = cold.generate(prompt, replace(PARAMS, max_tokens=spans[1])).token_ids
     for length in range(*spans):
         num_tokens = length - len(prompt)
         found = warm.generate(prompt, replace(PARAMS, max_tokens=num_tokens)).token_ids
@@ -202,13 +214,13 @@ def test_turns_of_a_chat_stay_right_however_often_they_come() -> None:
         answer = cold.generate(history, params)
         turns.append((history, answer.token_ids))
         history = [*history, {"role": "assistant", "content": answer.text}]
-    for _ in range(3):
+    for _ in range(2):
         assert [warm.generate(turn, params).token_ids for turn, _ in turns] == [
             tokens for _, tokens in turns
         ]
     counters = warm.engine.scheduler.counters
     assert counters.num_accepted < counters.num_proposed
-    assert warm.cache_counters.num_hits >= 9
+    assert warm.cache_counters.num_hits >= 6
 
 
 def test_a_chat_of_ten_turns_prefills_what_is_new() -> None:
@@ -232,13 +244,13 @@ def test_a_chat_of_ten_turns_prefills_what_is_new() -> None:
 
 
 def test_every_request_of_a_mixed_load_equals_its_own_run(make_llm: MakeLLM) -> None:
-    """60 requests that share prefixes, into too few pages and rows, aborts among them."""
+    """40 requests that share prefixes, into too few pages and rows, aborts among them."""
     rng = random.Random(8)
     shared = tokens(70)
-    prompts = [shared[: rng.randrange(71)] + tokens(rng.randrange(1, 30), i) for i in range(60)]
+    prompts = [shared[: rng.randrange(71)] + tokens(rng.randrange(1, 30), i) for i in range(40)]
     params = [
         replace(SAMPLED if i % 2 else PARAMS, max_tokens=rng.randrange(1, 20), seed=i)
-        for i in range(60)
+        for i in range(40)
     ]
     alone = make_llm(disable_prefix_cache=True, max_running_requests=1)
     expected = [

@@ -13,7 +13,7 @@ from gapless import LLM, SamplingParams
 from gapless.attention import flashinfer
 from gapless.attention.flashinfer import FlashInferAttention
 from gapless.attention.triton import TritonAttention
-from gapless.core.architecture import LatentSpec
+from gapless.core.specs.attention import LatentSpec
 from gapless.errors import BackendUnavailable
 from gapless.runner.inputs import Download, Upload
 from gapless.runner.plan_stream import PlanStream

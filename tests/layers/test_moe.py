@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gapless.core.architecture import MoeSpec
+from gapless.core.specs.feed_forward import MoeSpec
 from gapless.layers.moe import SparseMlp
 from gapless.layers.placement import Placement
 from gapless.runner.syncs import forbid_syncs

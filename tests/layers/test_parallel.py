@@ -13,25 +13,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gapless.config.hf import read_hf_config
-from gapless.core.architecture import (
-    Architecture,
-    AttentionSpec,
-    LatentSpec,
-    LayerSpec,
-    LightningSpec,
-    LinearSpec,
-    MlpSpec,
-    MoeSpec,
-    Recurrence,
-    ShortConvSpec,
-    SsmSpec,
-    WideNormSpec,
-)
+from gapless.core.architecture import Architecture, LayerSpec
 from gapless.core.footprint import Footprint
 from gapless.core.parallel import check_world_size
 from gapless.core.plan import DecodeRow, PrefillSegment, StepPlan
 from gapless.core.request import Request
 from gapless.core.sampling_params import SamplingParams
+from gapless.core.specs.attention import AttentionSpec, LatentSpec, WideNormSpec
+from gapless.core.specs.feed_forward import MlpSpec, MoeSpec
+from gapless.core.specs.linear import LightningSpec, LinearSpec, Recurrence, ShortConvSpec, SsmSpec
 from gapless.errors import ConfigError, WeightMismatch
 from gapless.layers.linear import PartialLinear
 from gapless.layers.placement import Placement

@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gapless.core.architecture import (
-    Architecture,
-    AttentionSpec,
+from gapless.core.architecture import Architecture, LayerSpec, ParallelSpec
+from gapless.core.specs.attention import AttentionSpec
+from gapless.core.specs.feed_forward import MlpSpec
+from gapless.core.specs.linear import (
     GateOrder,
     KdaSpec,
-    LayerSpec,
     LightningSpec,
     LinearSpec,
-    MlpSpec,
-    ParallelSpec,
     Recurrence,
     ShortConvSpec,
     SsmSpec,

@@ -41,6 +41,12 @@ ROWS = {
     "minimax": ["minimax"],
 }
 CASES = [Case(n, *c) for n in ROWS for c in (("float64", True), ("float32", False))]
+# weights as transformers draws them run whole prompts and a mixed batch; the rest of it is slow
+MOST_IN_FLOAT64 = [
+    pytest.param(case, marks=() if case.scaled else pytest.mark.slow, id=str(case))
+    for case in CASES
+]
+in_float64 = pytest.mark.parametrize("case", MOST_IN_FLOAT64, indirect=True)
 
 
 @pytest.fixture(params=CASES, ids=str)
@@ -64,6 +70,7 @@ def test_one_shot_prefill(forced: TeacherForced, case: Case) -> None:
     assert_served_right(forced, case, slot=1)
 
 
+@in_float64
 @pytest.mark.parametrize("chunk", [1, 3, 7])
 def test_chunked_prefill(forced: TeacherForced, case: Case, chunk: int) -> None:
     end = 40 if chunk > 1 else 12
@@ -72,6 +79,7 @@ def test_chunked_prefill(forced: TeacherForced, case: Case, chunk: int) -> None:
     assert_served_right(forced, case, slot=2)
 
 
+@in_float64
 def test_token_by_token_over_two_flushes(forced: TeacherForced, case: Case) -> None:
     tokens = token_ids()[0]
     forced.prefill((0, tokens[:21], 0))
@@ -92,6 +100,7 @@ def test_mixed_batch_with_padding(forced: TeacherForced, case: Case) -> None:
         assert_served_right(forced, case, slot=slot, row=slot)
 
 
+@in_float64
 def test_slot_used_before(forced: TeacherForced, case: Case) -> None:
     first, second = token_ids()[1], token_ids()[0]
     forced.prefill((0, first[:50], 0))

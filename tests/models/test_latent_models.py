@@ -10,7 +10,8 @@ import torch
 import transformers
 
 from gapless.config.hf import read_hf_config
-from gapless.core.architecture import GroupedMoeSpec, LatentSpec, MlpSpec, YarnSpec
+from gapless.core.specs.attention import LatentSpec, YarnSpec
+from gapless.core.specs.feed_forward import GroupedMoeSpec, MlpSpec
 from gapless.errors import ModelError, UnsupportedModel
 from gapless.models.registry import read_architecture
 from tests.models import tiny

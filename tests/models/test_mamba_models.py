@@ -11,15 +11,11 @@ import torch
 
 from gapless import LLM, SamplingParams
 from gapless.config.hf import read_hf_config
-from gapless.core.architecture import (
-    AttentionSpec,
-    GateOrder,
-    GroupedMoeSpec,
-    MlpSpec,
-    ParallelSpec,
-    SsmSpec,
-)
+from gapless.core.architecture import ParallelSpec
 from gapless.core.parallel import check_world_size
+from gapless.core.specs.attention import AttentionSpec
+from gapless.core.specs.feed_forward import GroupedMoeSpec, MlpSpec
+from gapless.core.specs.linear import GateOrder, SsmSpec
 from gapless.errors import ConfigError, ModelError, UnsupportedModel
 from gapless.models.registry import read_architecture
 from gapless.runner import snapshots

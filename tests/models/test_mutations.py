@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from gapless.core import architecture
+from gapless.core.specs import linear as linear_specs
 from gapless.layers import (
     attention,
     delta_net,
@@ -96,7 +96,7 @@ def _gate_before_norm(patch: Patch) -> None:
 
 
 def _tiny_l2norm_eps(patch: Patch) -> None:
-    patch.setattr(architecture, "L2NORM_EPS", 1e-12)
+    patch.setattr(linear_specs, "L2NORM_EPS", 1e-12)
 
 
 def _interleaved_rotary(patch: Patch) -> None:
@@ -281,7 +281,7 @@ def _change_mamba(patch: Patch, change: Callable[[ssm.Mamba2], None]) -> None:
     patch.setattr(ssm.Mamba2, "finalize", finalize)
 
 
-def _mamba_gate_order(order: architecture.GateOrder, patch: Patch) -> None:
+def _mamba_gate_order(order: linear_specs.GateOrder, patch: Patch) -> None:
     def change(layer: ssm.Mamba2) -> None:
         layer._spec = replace(layer._spec, gate_order=order)
 
@@ -289,11 +289,11 @@ def _mamba_gate_order(order: architecture.GateOrder, patch: Patch) -> None:
 
 
 def _gate_behind_the_norm(patch: Patch) -> None:
-    _mamba_gate_order(architecture.GateOrder.NORM_FIRST, patch)
+    _mamba_gate_order(linear_specs.GateOrder.NORM_FIRST, patch)
 
 
 def _gate_before_the_norm(patch: Patch) -> None:
-    _mamba_gate_order(architecture.GateOrder.GATE_FIRST, patch)
+    _mamba_gate_order(linear_specs.GateOrder.GATE_FIRST, patch)
 
 
 def _one_norm_for_all_groups(patch: Patch) -> None:

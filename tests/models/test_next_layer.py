@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NAMES = ["deepseek_v3", "glm4_moe"]
-PARAMS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 PROMPT = [17, 5, 203, 99, 4, 61, 250]
 
 
@@ -107,16 +108,19 @@ def test_drafts_change_no_output_and_survive_the_cache(
     plain = make_llm(directory, speculative_algorithm="none", disable_prefix_cache=True)
     llm = make_llm(directory, chunked_prefill_size=16)
     cold = make_llm(directory, chunked_prefill_size=16, disable_prefix_cache=True)
-    sampled = SamplingParams(temperature=1.1, top_k=40, seed=5, max_tokens=24, ignore_eos=True)
+    sampled = SamplingParams(temperature=1.1, top_k=40, seed=5, ignore_eos=True)
     base = [*range(30, 71)]
-    for prompt in ([9], base, [*base[:32], 7, 8], [*base[:17], 9], [*base, 11]):
-        for params in (PARAMS, sampled):
-            expected = plain.generate(prompt, params).token_ids
-            found, again = llm.generate(prompt, params), cold.generate(prompt, params)
-            assert found.token_ids == again.token_ids == expected
-            # drafts are as good only if the layer's pages are the same
-            counters = found.completions[0].counters, again.completions[0].counters
-            assert counters[0].accepted_at == counters[1].accepted_at
+    prompts = [[9], base, [*base[:32], 7, 8], [*base[:17], 9], [*base, 11]]
+    both = [prompt for prompt in prompts for _ in range(2)]
+    params = [replace(own, max_tokens=16) for own in (PARAMS, sampled)] * len(prompts)
+    expected, again = plain.generate(both, params), cold.generate(both, params)
+    found = [r for prompt in prompts for r in llm.generate([prompt] * 2, params[:2])]
+    assert [r.token_ids for r in found] == [r.token_ids for r in expected]
+    assert [r.token_ids for r in again] == [r.token_ids for r in expected]
+    # drafts are as good only if the layer's pages are the same
+    for warm, fresh in zip(found, again, strict=True):
+        counters = warm.completions[0].counters, fresh.completions[0].counters
+        assert counters[0].accepted_at == counters[1].accepted_at
     assert llm.cache_counters.num_hits >= 4
     assert llm.engine.scheduler.counters.num_proposed > 100
 

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 import gapless
 from gapless.config.hf import read_hf_config
-from gapless.core.architecture import Architecture, LinearSpec, MlpSpec, MoeSpec
+from gapless.core.specs.feed_forward import MlpSpec, MoeSpec
+from gapless.core.specs.linear import LinearSpec
 from gapless.errors import ModelError, UnsupportedModel, WeightMismatch
 from gapless.models.registry import MODELS, model_module, read_architecture
 from tests.models import tiny
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+
+    from gapless.core.architecture import Architecture
 
     CheckpointOf = Callable[[str, bool], Path]
 

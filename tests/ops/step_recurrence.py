@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gapless.core.architecture import Recurrence
+from gapless.core.specs.linear import Recurrence
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 6, 5, 3
 SCALE = 0.4

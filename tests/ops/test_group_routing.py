@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gapless.core.architecture import GroupedMoeSpec, Scoring
+from gapless.core.specs.feed_forward import GroupedMoeSpec, Scoring
 from gapless.ops.group_routing import route_in_groups
 
 SPEC = GroupedMoeSpec(

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gapless.core.architecture import Recurrence
+from gapless.core.specs.linear import Recurrence
 from gapless.ops import linear_chunk
 from gapless.ops.linear_chunk import ScanRoom, fla, reference, scan_arrays
 from tests.ops.fla_stand_ins import STAND_INS

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gapless.core.architecture import Recurrence
+from gapless.core.specs.linear import Recurrence
 from gapless.ops.draft_tree import ancestor_bits
 from gapless.ops.linear_replay import ReplayIndices, ReplayMemory, materialize, replay_window
 from tests.ops.step_recurrence import (
@@ -265,12 +265,16 @@ def ancestors_of(parents: np.ndarray) -> torch.Tensor:
 
 
 def run(shape: Shape) -> None:
-    """Prefill three slots (empty, on the grid, off the grid), then decode 3L + 1 steps."""
+    """Prefill three slots (empty, on the grid, off the grid), then decode.
+
+    Each slot passes three multiples of L, and all of its ring.
+    """
     engine = Run(shape)
     engine.prefill(1, 2 * shape.replay_len)
     engine.prefill(2, 2 * shape.replay_len + max(1, shape.replay_len // 2))
     engine.check_states()
-    for _ in range(3 * shape.replay_len + 1):
+    wanted = engine.seq_lens[BATCH] + max(3 * shape.replay_len, shape.ring) + 1
+    while (engine.seq_lens[BATCH] < wanted).any():
         engine.step()
     engine.check_states()
 

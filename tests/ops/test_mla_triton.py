@@ -117,11 +117,11 @@ class Window:
 
 
 WINDOWS = [
-    partial(Window, 1, 16, 512, 64, (0, 33, 300), dtype=HALF),
+    partial(Window, 1, 16, 512, 64, (0, 33, 260), dtype=HALF),
     partial(Window, 1, 4, 36, 16, (0, 15, 16, 129, 300)),
-    partial(Window, 4, 16, 64, 32, (1, 13, 62, 600), first=1),
+    partial(Window, 4, 8, 64, 32, (1, 62, 520), first=1),
     partial(Window, 4, 6, 24, 8, (1, 61, 64, 300), page_size=32, dtype=HALF),
-    partial(Window, 16, 8, 32, 16, (1, 50, 120), first=1),
+    partial(Window, 16, 4, 32, 16, (1, 120), first=1),
 ]
 
 
@@ -138,8 +138,28 @@ def test_window_agrees_with_definition(
         torch.testing.assert_close(out[row].double(), case.wanted(row), rtol=bound, atol=bound)
 
 
+@pytest.mark.parametrize("make", WINDOWS)
+def test_bytes_are_those_that_a_window_takes(
+    kernels: ModuleType, make: partial[Window], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make()
+    made: list[torch.Tensor] = []
+    empty = torch.empty
+
+    def watched(*size: Any, **kind: Any) -> torch.Tensor:
+        made.append(empty(*size, **kind))
+        return made[-1]
+
+    monkeypatch.setattr(kernels.torch, "empty", watched)
+    out = case.run(kernels)
+    monkeypatch.undo()
+    assert sum(x.nbytes for x in made) - out.nbytes == kernels.window_bytes(
+        len(case.q), case.width, case.heads, case.rank, case.dtype, kv_len=case.kv_len - case.first
+    )
+
+
 def test_bits_depend_on_the_row_alone(kernels: ModuleType) -> None:
-    case = Window(2, 4, 32, 16, (300, 5, 64, 1000))
+    case = Window(2, 4, 32, 16, (300, 5, 64, 520))
     settings = {"tiling": tiling(max_splits=8)}
     together = case.run(kernels, **settings)
     for row, length in enumerate(case.lengths):

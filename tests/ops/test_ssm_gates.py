@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gapless.core.architecture import GateOrder
+from gapless.core.specs.linear import GateOrder
 from gapless.ops.ssm_gates import discretise, reference, skip_gate_norm, triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

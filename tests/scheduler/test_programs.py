@@ -14,13 +14,14 @@ from tests.scheduler.driver import run_program
 
 @pytest.mark.parametrize("window", [1, 2, 4])
 def test_programs(window: int) -> None:
-    drivers = [run_program(seed, window=window) for seed in range(1000, 1340)]
+    first = 1000 * window
+    drivers = [run_program(seed, window=window) for seed in range(first, first + 120)]
     # the programs are worth something only if they meet what is hard
     counters = [driver.scheduler.cache_counters for driver in drivers]
-    assert sum(counter.num_retractions for counter in counters) > 100
-    assert sum(counter.num_hits for counter in counters) > 200
-    assert sum(counter.num_rows_evicted for counter in counters) > 100
-    assert sum(counter.num_leaves_evicted for counter in counters) > 200
+    assert sum(counter.num_retractions for counter in counters) > 35
+    assert sum(counter.num_hits for counter in counters) > 70
+    assert sum(counter.num_rows_evicted for counter in counters) > 35
+    assert sum(counter.num_leaves_evicted for counter in counters) > 70
     waits = [reason for counter in counters for reason in counter.waits]
     assert set(waits) == set(WaitReason)
     reasons = {final.finish_reason for driver in drivers for final in driver.finals.values()}
@@ -30,7 +31,7 @@ def test_programs(window: int) -> None:
 @pytest.mark.parametrize(
     ("window", "tree", "count"),
     [
-        (6, TreeShape(3, 2), 100),
+        (6, TreeShape(3, 2), 40),
         (5, TreeShape(2, 4), 40),
         (8, TreeShape(7, 3), 40),
         pytest.param(16, TreeShape(4, 4), 1000, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),

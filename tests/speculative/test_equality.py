@@ -117,7 +117,7 @@ def test_any_options(
     assert _tokens(_oracle(make_llm, plain, "random", **options)) == plain
 
 
-@pytest.mark.parametrize("offset", range(16))
+@pytest.mark.parametrize("offset", range(8))
 def test_flush_boundary_at_every_offset(
     make_llm: MakeLLM, cache: dict[str, Any], offset: int
 ) -> None:
@@ -180,26 +180,32 @@ def test_ngram_drafts_equal_plain(make_llm: MakeLLM, plain: list[tuple[int, ...]
 
 def test_stop_string_completed_inside_a_window(make_llm: MakeLLM) -> None:
     question = [{"role": "user", "content": "Tom has 7 pens and buys 8 more. How many pens now?"}]
-    greedy = SamplingParams(temperature=0.0, max_tokens=60)
-    llm, off = LLM(max_running_requests=2), LLM(max_running_requests=2, speculative_num_steps=0)
-    whole = off.generate(question, greedy)
-    for start in range(0, len(whole.text) - 4, 3):
-        params = replace(greedy, stop=(whole.text[start : start + 3],))
-        with_drafts, without = llm.generate(question, params), off.generate(question, params)
+    greedy = SamplingParams(temperature=0.0, max_tokens=40)
+    options: dict[str, Any] = {"max_running_requests": 8, "max_model_len": 256, "dtype": "float64"}
+    llm, off = LLM(**options), LLM(**options, speculative_num_steps=0)
+    text = off.generate(question, greedy).text
+    params = [
+        replace(greedy, stop=(text[start : start + 3],)) for start in range(0, len(text) - 4, 5)
+    ]
+    questions = [question] * len(params)
+    for with_drafts, without in zip(
+        llm.generate(questions, params), off.generate(questions, params), strict=True
+    ):
         assert with_drafts.text == without.text
         assert with_drafts.token_ids == without.token_ids
         assert with_drafts.finish_reason == without.finish_reason
         assert with_drafts.usage.completion_tokens == without.usage.completion_tokens
 
 
-@pytest.mark.parametrize("limit", range(1, 13))
-def test_token_limit_is_exact(limit: int, bundled: tuple[LLM, LLM]) -> None:
+def test_token_limit_is_exact(bundled: tuple[LLM, LLM]) -> None:
     spec, off = bundled
-    params = SamplingParams(temperature=0.0, max_tokens=limit, ignore_eos=True)
+    limits = range(1, 13)
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in limits]
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    result = spec.generate(question, params)
-    assert len(result.token_ids) == result.usage.completion_tokens == limit
-    assert result.token_ids == off.generate(question, params).token_ids
+    whole = off.generate(question, params[-1]).token_ids
+    for limit, result in zip(limits, spec.generate([question] * 12, params), strict=True):
+        assert len(result.token_ids) == result.usage.completion_tokens == limit
+        assert result.token_ids == whole[:limit]
 
 
 @pytest.fixture(scope="module")
@@ -216,9 +222,9 @@ def test_bundled_model_greedy_seeded_and_several_samples(bundled: tuple[LLM, LLM
         for text in ("Ann has 4 boxes with 6 pens each. How many pens are there?", "Who wrote it?")
     ]
     for params in (
-        SamplingParams(temperature=0.0, max_tokens=50),
-        SamplingParams(temperature=0.9, seed=7, n=3, max_tokens=40),
-        SamplingParams(temperature=1.5, top_p=0.9, top_k=20, min_p=0.05, seed=8, max_tokens=40),
+        SamplingParams(temperature=0.0, max_tokens=32),
+        SamplingParams(temperature=0.9, seed=7, n=3, max_tokens=24),
+        SamplingParams(temperature=1.5, top_p=0.9, top_k=20, min_p=0.05, seed=8, max_tokens=24),
     ):
         for with_drafts, without in zip(
             spec.generate(questions, params), off.generate(questions, params), strict=True

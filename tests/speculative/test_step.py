@@ -55,7 +55,7 @@ def test_one_launch_one_copy_up_one_copy_down(
 
 @pytest.mark.parametrize("drafting", DRAFTING)
 def test_no_sync(drafting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(max_running_requests=2, max_model_len=200, **DRAFTING[drafting])
+    llm = LLM(max_running_requests=3, max_model_len=200, **DRAFTING[drafting])
     launch = llm.engine._loop._run
 
     def guarded(plan: Any) -> Any:
@@ -65,7 +65,7 @@ def test_no_sync(drafting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     llm.engine._loop._run = guarded
     params = [
         SamplingParams(
-            temperature=float(i % 2), seed=i, max_tokens=3 + 9 * i, min_tokens=i % 3,
+            temperature=float(i % 2), seed=i, max_tokens=3 + 2 * i, min_tokens=i % 3,
             logprobs=i or None, presence_penalty=0.2 * (i == 3),
         )
         for i in range(5)
@@ -99,7 +99,7 @@ def test_no_allocation(drafting: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(StepGraph, "launch", inside)
     with watch:
-        for _ in range(20):
+        for _ in range(12):
             llm.engine.step()
     assert watch.found == []
     stream.close()
@@ -123,7 +123,7 @@ def test_counters_add_up() -> None:
 @pytest.mark.parametrize("wanted", [1.0, 2.5, 4.0])
 def test_simulated_acceptance_is_engaged(wanted: float) -> None:
     llm = LLM(max_running_requests=2, load_format="dummy", speculative_simulate_acceptance=wanted)
-    params = SamplingParams(temperature=0.0, max_tokens=201, ignore_eos=True)
-    assert len(llm.generate(QUESTION, params).token_ids) == 201
+    params = SamplingParams(temperature=0.0, max_tokens=101, ignore_eos=True)
+    assert len(llm.generate(QUESTION, params).token_ids) == 101
     # the last step may be cut by the limit
     assert llm.engine.scheduler.counters.accepted_len == pytest.approx(wanted, abs=0.1)

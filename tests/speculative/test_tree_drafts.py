@@ -25,10 +25,10 @@ QUESTIONS = [
     )
 ]
 PARAMS = [
-    SamplingParams(temperature=0.0, max_tokens=40),
-    SamplingParams(temperature=1.1, top_p=0.95, seed=5, max_tokens=40),
+    SamplingParams(temperature=0.0, max_tokens=28),
+    SamplingParams(temperature=1.1, top_p=0.95, seed=5, max_tokens=28),
     SamplingParams(
-        temperature=0.8, top_k=30, seed=6, max_tokens=40, repetition_penalty=1.2,
+        temperature=0.8, top_k=30, seed=6, max_tokens=28, repetition_penalty=1.2,
         frequency_penalty=0.3,
     ),
 ]  # fmt: skip
@@ -172,9 +172,9 @@ def test_trees_foretell_more_than_chains(count: int) -> None:
     found = []
     for options in ({}, {"speculative_topk": 4, "speculative_num_draft_tokens": 16}):
         llm = LLM(max_running_requests=16, speculative_num_steps=3, **options)
-        prompts = [llm.encode(json.loads(line)["text"])[:96] for line in lines]
+        prompts = [llm.encode(json.loads(line)["text"])[:64] for line in lines]
         params = [
-            SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=64, ignore_eos=True)
+            SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=40, ignore_eos=True)
             for i in range(count)
         ]
         llm.generate(prompts, params)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gapless import LLM, SamplingParams
-from gapless.config import resolve
+from gapless.config import drafting
 from gapless.core.draft_shape import TreeShape
 from gapless.core.plan import DecodeRow, StepPlan
 from gapless.ops.draft_tree import TreeMask, unpack
@@ -120,7 +120,7 @@ def make_trees(tiny_model: TinyModel, plain: Plain, monkeypatch: pytest.MonkeyPa
     ) -> LLM:
         # of any depth: the deepest is a chain
         shape = nodes, TreeShape(nodes - 1, topk=2)
-        monkeypatch.setattr(resolve, "window_shape", lambda *_: shape)
+        monkeypatch.setattr(drafting, "window_shape", lambda *_: shape)
         llm = LLM(str(tiny_model(name)), **{**OPTIONS, **options}, speculative_algorithm="ngram")
         return with_tree_oracle(llm, plain.truth(name) if truth is None else truth, seed=seed)
 

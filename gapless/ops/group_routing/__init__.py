@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gapless.core.architecture import Scoring
+from gapless.core.specs.feed_forward import Scoring
 from gapless.ops.group_routing import reference
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gapless.core.architecture import GroupedMoeSpec
+    from gapless.core.specs.feed_forward import GroupedMoeSpec
 
 __all__ = ["route_in_groups"]
 

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gapless.core.architecture import Scoring
+from gapless.core.specs.feed_forward import Scoring
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gapless.core.architecture import GroupedMoeSpec
+    from gapless.core.specs.feed_forward import GroupedMoeSpec
 
 
 def route_in_groups(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from gapless.core.architecture import Recurrence
+    from gapless.core.specs.linear import Recurrence
 
 __all__ = [
     "ChunkIndices",

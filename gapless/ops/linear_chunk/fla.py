@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gapless.core.architecture import Recurrence
+from gapless.core.specs.linear import Recurrence
 from gapless.ops.linear_chunk.scan import scan_chunks
 
 if TYPE_CHECKING:

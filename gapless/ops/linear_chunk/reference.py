@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gapless.core.architecture import Recurrence
+from gapless.core.specs.linear import Recurrence
 
 if TYPE_CHECKING:
     from torch import Tensor

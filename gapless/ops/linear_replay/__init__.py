@@ -16,9 +16,9 @@ from gapless.ops.linear_replay.reference import ReplayIndices, ReplayMemory
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gapless.core.architecture import Recurrence
+    from gapless.core.specs.linear import LinearSpec, Recurrence
 
-__all__ = ["ReplayIndices", "ReplayMemory", "materialize", "replay_window"]
+__all__ = ["ReplayIndices", "ReplayMemory", "materialize", "replay_window", "window_bytes"]
 
 _logger = logging.getLogger(__name__)
 
@@ -85,6 +85,24 @@ def materialize(
         _log_fallback(reason)
     reference.materialize(
         memory, ring_read, mask, read_rows=read_rows, out_rows=out_rows, l2norm_eps=l2norm_eps
+    )
+
+
+def window_bytes(
+    num_rows: int,
+    width: int,
+    num_replayed: int,  # N
+    spec: LinearSpec,
+    *,
+    device: str,
+) -> int:
+    """Return the bytes that a window takes at least, beside arguments and result, as it runs."""
+    if device != "cuda":
+        return 0
+    from gapless.ops.linear_replay import triton
+
+    return triton.window_bytes(
+        num_rows, width, num_replayed, spec.num_value_heads, spec.key_dim, spec.recurrence
     )
 
 

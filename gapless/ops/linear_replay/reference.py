@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gapless.core.architecture import Recurrence
+from gapless.core.specs.linear import Recurrence
 from gapless.ops.draft_tree import unpack
 
 if TYPE_CHECKING:

@@ -8,11 +8,12 @@ of several those of `window_scores_kernel.py` and `window_stream_kernel.py`.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from gapless.core.architecture import Recurrence
+from gapless.core.specs.linear import Recurrence
 from gapless.ops.chaining import chained
 from gapless.ops.linear_replay.fold_kernels import _fold_stream_kernel, _fold_weights_kernel
 from gapless.ops.linear_replay.token_kernels import _token_stream_kernel, _token_weights_kernel
@@ -116,29 +117,29 @@ def _run_token(
     q, k, v, beta, log_decay = inputs
     rows, _, value_heads, value_dim = v.shape
     key_heads, key_dim = q.shape[2:]
-    num_replayed = indices.ring_read.shape[1]
-    entries = _padded(num_replayed, 16 if num_replayed > FEW_ENTRIES else 1)
-    columns = 1 if beta is None else 2
-    settings = _settings(memory, num_replayed, entries, columns * (key_dim + entries + 1))
-    records = q.new_empty((rows, value_heads, settings["SIZE"]), dtype=torch.float32)
-    places, zero_entry = _places(indices), memory.d_ring.shape[0] - 1
-    has_delta = {"HAS_DELTA": beta is not None}
     is_per_channel = log_decay.shape[3] > 1
+    record = _Record(
+        1, indices.ring_read.shape[1], key_dim,
+        is_per_channel=is_per_channel, has_delta=beta is not None,
+    )  # fmt: skip
+    records = torch.empty((rows, value_heads, record.size), dtype=torch.float32, device=q.device)
+    settings = record.settings(memory) | {"HAS_DELTA": beta is not None}
+    places, zero_entry = _places(indices), memory.d_ring.shape[0] - 1
     heads = 1 if is_per_channel else math.gcd(value_heads // key_heads, MOST_HEADS)
     gates = (q if beta is None else beta, log_decay)
     _token_weights_kernel[value_heads // heads, rows, 2](
         q, k, *gates, records, memory.k_ring, memory.g_ring, *places,
         *(x.stride(0) for x in (q, k, *gates)),
         zero_entry, scale, 0.0 if l2norm_eps is None else l2norm_eps,
-        **settings | has_delta, HAS_NORM=l2norm_eps is not None, KB=min(32, key_dim), HEADS=heads,
+        **settings, HAS_NORM=l2norm_eps is not None, KB=min(32, key_dim), HEADS=heads,
         num_warps=launch.weights_warps, **chained(q),
     )  # fmt: skip
-    out = q.new_empty(v.shape)
+    out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     block_v = min(launch.block_v, value_dim)
     _token_stream_kernel[value_heads * (value_dim // block_v), rows](
         records, v, out, memory.checkpoint, memory.d_ring, memory.k_ring, *places,
         indices.read_rows, indices.fold_rows, v.stride(0), zero_entry,
-        **settings | has_delta | _tile(memory, block_v),
+        **settings | _tile(memory, block_v),
         num_warps=launch.num_warps, maxnreg=launch.max_registers, **chained(q),
     )  # fmt: skip
     return out
@@ -158,14 +159,9 @@ def _run_window(
     rows, width, value_heads, value_dim = v.shape
     key_dim = q.shape[3]
     is_per_channel = log_decay.shape[3] > 1
-    half = _padded(width, 4)
-    num_replayed = indices.ring_read.shape[1]
-    entries = _padded(num_replayed, 16)
-    # the columns' factors, then with a decay per channel x and the state's decays
-    ring = 2 * half + (2 * half + 1) * key_dim * is_per_channel
-    settings = _settings(memory, num_replayed, entries, ring + 2 * half * (entries + 2 * half))
-    settings |= {"RING": ring, "W": width, "HALF": half}
-    records = q.new_empty((rows, value_heads, settings["SIZE"]), dtype=torch.float32)
+    record = _Record(width, indices.ring_read.shape[1], key_dim, is_per_channel=is_per_channel)
+    records = torch.empty((rows, value_heads, record.size), dtype=torch.float32, device=q.device)
+    settings = record.settings(memory) | {"RING": record.ring, "W": width, "HALF": record.half}
     places, zero_entry = _places(indices), memory.d_ring.shape[0] - 1
     gates = (q if beta is None else beta, log_decay)
     _window_scores_kernel[value_heads, rows, 2](
@@ -179,7 +175,7 @@ def _run_window(
         IS_SHORT=q.is_cuda and q.dtype is memory.k_ring.dtype and q.dtype is not torch.float32,
         num_warps=launch.weights_warps, **chained(q),
     )  # fmt: skip
-    out = q.new_empty(v.shape)
+    out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     block_v = min(launch.block_v, value_dim)
     is_one_warp = launch.num_warps == 1
     is_wide = is_per_channel or q.dtype is torch.float32
@@ -196,6 +192,23 @@ def _run_window(
         num_warps=launch.num_warps, maxnreg=launch.max_registers, **chained(q),
     )  # fmt: skip
     return out
+
+
+def window_bytes(
+    rows: int,
+    width: int,
+    num_replayed: int,  # N
+    value_heads: int,
+    key_dim: int,
+    recurrence: Recurrence,
+) -> int:
+    """Return the bytes that `replay_window` takes beside its arguments and result."""
+    record = _Record(
+        width, num_replayed, key_dim,
+        is_per_channel=recurrence is Recurrence.KIMI_DELTA,
+        has_delta=recurrence is not Recurrence.MAMBA2,
+    )  # fmt: skip
+    return 4 * rows * value_heads * record.size
 
 
 def materialize(
@@ -216,9 +229,11 @@ def materialize(
     assert reason is None, reason
     _assert_contiguous(memory)
     rows, num_replayed = ring_read.shape
-    settings = _settings(memory, num_replayed, _padded(num_replayed, 16), 0)
-    value_heads, value_dim = memory.checkpoint.shape[1:3]
-    records = memory.d_ring.new_empty((rows, value_heads, settings["SIZE"]))
+    value_heads, value_dim, key_dim = memory.checkpoint.shape[1:]
+    record = _Record(0, num_replayed, key_dim, is_per_channel=memory.g_ring.shape[2] > 1)
+    size = (rows, value_heads, record.size)
+    records = torch.empty(size, dtype=torch.float32, device=ring_read.device)
+    settings = record.settings(memory)
     ring_read, mask = ring_read.contiguous(), mask.contiguous().view(torch.uint8)
     _fold_weights_kernel[value_heads, rows](
         records, memory.k_ring, memory.g_ring, ring_read, mask,
@@ -234,22 +249,57 @@ def materialize(
     )  # fmt: skip
 
 
-def _settings(
-    memory: ReplayMemory, num_replayed: int, entries: int, fold_start: int
-) -> dict[str, int]:
-    """Return the constants of all kernels of a step whose fold's weights end its records."""
-    _, key_heads, key_dim = memory.k_ring.shape
-    is_per_channel = memory.g_ring.shape[2] > 1
-    fold_size = key_dim * (1 + num_replayed) if is_per_channel else entries + 1
-    return {
-        "N": num_replayed,
-        "NP": entries,
-        "H": key_heads,
-        "HV": memory.checkpoint.shape[1],
-        "K": key_dim,
-        "SIZE": -(-(fold_start + fold_size) // 4) * 4,  # each starts at 16 bytes
-        "IS_PER_CHANNEL": is_per_channel,
-    }
+@dataclass(frozen=True)
+class _Record:
+    """Where the parts of a record lie, in floats; with no token it is a fold's weights alone."""
+
+    width: int  # W
+    num_replayed: int  # N
+    key_dim: int  # K
+    is_per_channel: bool
+    has_delta: bool = True
+
+    @property
+    def entries(self) -> int:
+        """NP."""
+        is_small = self.width == 1 and self.num_replayed <= FEW_ENTRIES
+        return _padded(self.num_replayed, 1 if is_small else 16)
+
+    @property
+    def half(self) -> int:
+        """HALF, of windows."""
+        return _padded(self.width, 4)
+
+    @property
+    def ring(self) -> int:
+        """Start of a window's scores.
+
+        It begins with the columns' factors, with a decay per channel also x and the state's decays.
+        """
+        return 2 * self.half + (2 * self.half + 1) * self.key_dim * self.is_per_channel
+
+    @property
+    def size(self) -> int:
+        """Floats of a record, so that each starts at 16 bytes."""
+        fold = self.key_dim * (1 + self.num_replayed) if self.is_per_channel else self.entries + 1
+        start = 0
+        if self.width == 1:
+            start = (1 + self.has_delta) * (self.key_dim + self.entries + 1)
+        elif self.width > 1:
+            start = self.ring + 2 * self.half * (self.entries + 2 * self.half)
+        return -(-(start + fold) // 4) * 4
+
+    def settings(self, memory: ReplayMemory) -> dict[str, int]:
+        """Return the constants of all kernels."""
+        return {
+            "N": self.num_replayed,
+            "NP": self.entries,
+            "H": memory.k_ring.shape[1],
+            "HV": memory.checkpoint.shape[1],
+            "K": self.key_dim,
+            "SIZE": self.size,
+            "IS_PER_CHANNEL": self.is_per_channel,
+        }
 
 
 def _tile(memory: ReplayMemory, block_v: int) -> dict[str, int]:

@@ -17,7 +17,14 @@ import triton
 from gapless.ops.chaining import chained
 from gapless.ops.mla.kernels import _prefill_kernel, _window_combine_kernel, _window_kernel
 from gapless.ops.mla.tuning import prefill_tiling, window_tiling
-from gapless.ops.paged_attention.triton import DTYPES, LOG2_E, MIN_ROWS, tree_arguments
+from gapless.ops.paged_attention.triton import (
+    DTYPES,
+    LOG2_E,
+    MIN_ROWS,
+    empty_partials,
+    partial_bytes,
+    tree_arguments,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,10 +78,7 @@ def paged_window_latent_attention(
         tiling = window_tiling(queries, q.dtype)
     splits = tiling.most_splits(kv_len - first)
     out = torch.empty(num_tokens, heads, value_dim, dtype=q.dtype, device=q.device)
-    # with one split nobody writes or reads these
-    shape = (num_tokens, heads, splits) if splits > 1 else (1, 1, 1)
-    partial = torch.empty(*shape, value_dim, dtype=torch.float32, device=q.device)
-    partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    partial, partial_lse = empty_partials(num_tokens, heads, splits, value_dim, q.device)
     shared: dict[str, Any] = {
         "WINDOW": window,
         "MIN_SPLIT": tiling.min_split,
@@ -130,6 +134,20 @@ def paged_window_latent_attention(
             **shared,
         )
     return out
+
+
+def window_bytes(
+    num_tokens: int,  # B * W
+    window: int,  # W
+    heads: int,
+    value_dim: int,  # R
+    dtype: torch.dtype,
+    *,
+    kv_len: int,
+) -> int:
+    """Return the bytes `paged_window_latent_attention` takes beside its arguments and result."""
+    splits = window_tiling(window * heads, dtype).most_splits(kv_len)
+    return partial_bytes(num_tokens, heads, splits, value_dim)
 
 
 def paged_prefill_latent_attention(

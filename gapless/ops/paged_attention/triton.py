@@ -48,6 +48,10 @@ class WindowTiling:
     num_warps: int
     num_stages: int
 
+    def most_splits(self, length: int) -> int:
+        """Return the most splits that a row of up to `length` positions has."""
+        return min(self.max_splits, max(1, -(-length // self.min_split)))
+
 
 @dataclass(frozen=True)
 class PrefillTiling:
@@ -114,12 +118,9 @@ def paged_window_attention(
     if tiling is None:
         tiling = window_tiling(window * group, kv_heads, head_dim, q.dtype)
     block_m = min(tiling.block_m, max(MIN_ROWS, triton.next_power_of_2(window * group)))
-    splits = min(tiling.max_splits, max(1, -(-(kv_len - first) // tiling.min_split)))
+    splits = tiling.most_splits(kv_len - first)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    # with one split nobody writes or reads these
-    shape = (num_tokens, heads, splits) if splits > 1 else (1, 1, 1)
-    partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
-    partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    partial, partial_lse = empty_partials(num_tokens, heads, splits, head_dim, q.device)
     shared: dict[str, Any] = {
         "WINDOW": window,
         "HEAD_DIM": head_dim,
@@ -176,6 +177,38 @@ def paged_window_attention(
             **shared,
         )
     return out
+
+
+def window_bytes(
+    num_tokens: int,  # B * W
+    window: int,  # W
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    kv_len: int,
+) -> int:
+    """Return the bytes that `paged_window_attention` takes beside its arguments and result."""
+    tiling = window_tiling(window * heads // kv_heads, kv_heads, head_dim, dtype)
+    return partial_bytes(num_tokens, heads, tiling.most_splits(kv_len), head_dim)
+
+
+def empty_partials(
+    num_tokens: int, heads: int, splits: int, channels: int, device: torch.device | str
+) -> tuple[Tensor, Tensor]:  # [T, H, splits, channels] and [T, H, splits] float32
+    """Return memory for what each split of a window finds: mixed values, and log-sum-exps."""
+    # with one split nobody writes or reads these
+    shape = (num_tokens, heads, splits) if splits > 1 else (1, 1, 1)
+    return (
+        torch.empty(*shape, channels, dtype=torch.float32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+    )
+
+
+def partial_bytes(num_tokens: int, heads: int, splits: int, channels: int) -> int:
+    """Return the bytes of `empty_partials`."""
+    return sum(x.nbytes for x in empty_partials(num_tokens, heads, splits, channels, "meta"))
 
 
 def tree_arguments(tree: TreeMask | None, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gapless.core.architecture import RotarySpec, YarnSpec
+    from gapless.core.specs.attention import RotarySpec, YarnSpec
 
 
 def yarn_table(

@@ -15,7 +15,7 @@ from gapless.ops.ssm_gates import reference
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gapless.core.architecture import GateOrder
+    from gapless.core.specs.linear import GateOrder
 
 __all__ = ["discretise", "skip_gate_norm"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 
-from gapless.core.architecture import GateOrder
+from gapless.core.specs.linear import GateOrder
 from gapless.ops.norm.reference import rms_norm
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from gapless.core.architecture import GateOrder
+from gapless.core.specs.linear import GateOrder
 from gapless.ops.chaining import chained
 from gapless.ops.ssm_gates.kernels import _discretise_kernel, _skip_gate_norm_kernel
 
