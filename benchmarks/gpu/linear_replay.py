@@ -32,7 +32,7 @@ from gapless.ops.linear_replay import ReplayIndices, ReplayMemory, reference
 from gapless.ops.linear_replay import triton as kernels
 from gapless.ops.linear_replay.token_kernels import _token_stream_kernel
 from gapless.ops.linear_replay.tuning import Launch, launch_of
-from gapless.ops.linear_replay.window_kernels import _window_stream_kernel
+from gapless.ops.linear_replay.window_stream_kernel import _window_stream_kernel
 from gapless.ops.step_metadata import Geometry, SlotColumns, StepConstants, window_indices
 
 if TYPE_CHECKING:

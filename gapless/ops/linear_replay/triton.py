@@ -2,12 +2,13 @@
 
 Same functions and meaning as `reference.py`. The ring entry of zeros is the rings' last one, so
 that it is recognised and not read. One token takes the two launches of `token_kernels.py`, windows
-of several those of `window_kernels.py`.
+of several those of `window_scores_kernel.py` and `window_stream_kernel.py`.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,8 @@ from gapless.ops.chaining import chained
 from gapless.ops.linear_replay.fold_kernels import _fold_stream_kernel, _fold_weights_kernel
 from gapless.ops.linear_replay.token_kernels import _token_stream_kernel, _token_weights_kernel
 from gapless.ops.linear_replay.tuning import MATERIALIZE, Launch, launch_of
-from gapless.ops.linear_replay.window_kernels import _window_scores_kernel, _window_stream_kernel
+from gapless.ops.linear_replay.window_scores_kernel import _window_scores_kernel
+from gapless.ops.linear_replay.window_stream_kernel import _window_stream_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,24 +117,21 @@ def _run_token(
     q, k, v, beta, log_decay = inputs
     rows, _, value_heads, value_dim = v.shape
     key_heads, key_dim = q.shape[2:]
-    num_replayed = indices.ring_read.shape[1]
-    entries = _num_entries(1, num_replayed)
-    settings = _settings(
-        memory, num_replayed, entries, _token_head(entries, key_dim, has_delta=beta is not None)
-    )
-    records = torch.empty(
-        (rows, value_heads, settings["SIZE"]), dtype=torch.float32, device=q.device
-    )
-    places, zero_entry = _places(indices), memory.d_ring.shape[0] - 1
-    has_delta = {"HAS_DELTA": beta is not None}
     is_per_channel = log_decay.shape[3] > 1
+    record = _Record(
+        1, indices.ring_read.shape[1], key_dim,
+        is_per_channel=is_per_channel, has_delta=beta is not None,
+    )  # fmt: skip
+    records = torch.empty((rows, value_heads, record.size), dtype=torch.float32, device=q.device)
+    settings = record.settings(memory) | {"HAS_DELTA": beta is not None}
+    places, zero_entry = _places(indices), memory.d_ring.shape[0] - 1
     heads = 1 if is_per_channel else math.gcd(value_heads // key_heads, MOST_HEADS)
     gates = (q if beta is None else beta, log_decay)
     _token_weights_kernel[value_heads // heads, rows, 2](
         q, k, *gates, records, memory.k_ring, memory.g_ring, *places,
         *(x.stride(0) for x in (q, k, *gates)),
         zero_entry, scale, 0.0 if l2norm_eps is None else l2norm_eps,
-        **settings | has_delta, HAS_NORM=l2norm_eps is not None, KB=min(32, key_dim), HEADS=heads,
+        **settings, HAS_NORM=l2norm_eps is not None, KB=min(32, key_dim), HEADS=heads,
         num_warps=launch.weights_warps, **chained(q),
     )  # fmt: skip
     out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
@@ -140,7 +139,7 @@ def _run_token(
     _token_stream_kernel[value_heads * (value_dim // block_v), rows](
         records, v, out, memory.checkpoint, memory.d_ring, memory.k_ring, *places,
         indices.read_rows, indices.fold_rows, v.stride(0), zero_entry,
-        **settings | has_delta | _tile(memory, block_v),
+        **settings | _tile(memory, block_v),
         num_warps=launch.num_warps, maxnreg=launch.max_registers, **chained(q),
     )  # fmt: skip
     return out
@@ -160,15 +159,9 @@ def _run_window(
     rows, width, value_heads, value_dim = v.shape
     key_dim = q.shape[3]
     is_per_channel = log_decay.shape[3] > 1
-    half = _padded(width, 4)
-    num_replayed = indices.ring_read.shape[1]
-    entries = _num_entries(width, num_replayed)
-    ring, head = _window_head(half, entries, key_dim, is_per_channel=is_per_channel)
-    settings = _settings(memory, num_replayed, entries, head)
-    settings |= {"RING": ring, "W": width, "HALF": half}
-    records = torch.empty(
-        (rows, value_heads, settings["SIZE"]), dtype=torch.float32, device=q.device
-    )
+    record = _Record(width, indices.ring_read.shape[1], key_dim, is_per_channel=is_per_channel)
+    records = torch.empty((rows, value_heads, record.size), dtype=torch.float32, device=q.device)
+    settings = record.settings(memory) | {"RING": record.ring, "W": width, "HALF": record.half}
     places, zero_entry = _places(indices), memory.d_ring.shape[0] - 1
     gates = (q if beta is None else beta, log_decay)
     _window_scores_kernel[value_heads, rows, 2](
@@ -201,6 +194,23 @@ def _run_window(
     return out
 
 
+def window_bytes(
+    rows: int,
+    width: int,
+    num_replayed: int,  # N
+    value_heads: int,
+    key_dim: int,
+    recurrence: Recurrence,
+) -> int:
+    """Return the bytes that `replay_window` takes beside its arguments and result."""
+    record = _Record(
+        width, num_replayed, key_dim,
+        is_per_channel=recurrence is Recurrence.KIMI_DELTA,
+        has_delta=recurrence is not Recurrence.MAMBA2,
+    )  # fmt: skip
+    return 4 * rows * value_heads * record.size
+
+
 def materialize(
     memory: ReplayMemory,
     ring_read: Tensor,  # [B, N]
@@ -219,9 +229,11 @@ def materialize(
     assert reason is None, reason
     _assert_contiguous(memory)
     rows, num_replayed = ring_read.shape
-    settings = _settings(memory, num_replayed, _padded(num_replayed, 16), 0)
-    value_heads, value_dim = memory.checkpoint.shape[1:3]
-    records = memory.d_ring.new_empty((rows, value_heads, settings["SIZE"]))
+    value_heads, value_dim, key_dim = memory.checkpoint.shape[1:]
+    record = _Record(0, num_replayed, key_dim, is_per_channel=memory.g_ring.shape[2] > 1)
+    size = (rows, value_heads, record.size)
+    records = torch.empty(size, dtype=torch.float32, device=ring_read.device)
+    settings = record.settings(memory)
     ring_read, mask = ring_read.contiguous(), mask.contiguous().view(torch.uint8)
     _fold_weights_kernel[value_heads, rows](
         records, memory.k_ring, memory.g_ring, ring_read, mask,
@@ -237,68 +249,57 @@ def materialize(
     )  # fmt: skip
 
 
-def _settings(
-    memory: ReplayMemory, num_replayed: int, entries: int, fold_start: int
-) -> dict[str, int]:
-    """Return the constants of all kernels of a step whose fold's weights end its records."""
-    _, key_heads, key_dim = memory.k_ring.shape
-    is_per_channel = memory.g_ring.shape[2] > 1
-    size = _record_size(fold_start, num_replayed, entries, key_dim, is_per_channel=is_per_channel)
-    return {
-        "N": num_replayed,
-        "NP": entries,
-        "H": key_heads,
-        "HV": memory.checkpoint.shape[1],
-        "K": key_dim,
-        "SIZE": size,
-        "IS_PER_CHANNEL": is_per_channel,
-    }
+@dataclass(frozen=True)
+class _Record:
+    """Where the parts of a record lie, in floats; with no token it is a fold's weights alone."""
 
+    width: int  # W
+    num_replayed: int  # N
+    key_dim: int  # K
+    is_per_channel: bool
+    has_delta: bool = True
 
-def window_bytes(
-    rows: int,
-    width: int,
-    num_replayed: int,  # N
-    value_heads: int,
-    key_dim: int,
-    recurrence: Recurrence,
-) -> int:
-    """Return the bytes that `replay_window` takes beside its arguments and result."""
-    is_per_channel = recurrence is Recurrence.KIMI_DELTA
-    entries = _num_entries(width, num_replayed)
-    if width > 1:
-        _, head = _window_head(_padded(width, 4), entries, key_dim, is_per_channel=is_per_channel)
-    else:
-        head = _token_head(entries, key_dim, has_delta=recurrence is not Recurrence.MAMBA2)
-    size = _record_size(head, num_replayed, entries, key_dim, is_per_channel=is_per_channel)
-    return 4 * rows * value_heads * size
+    @property
+    def entries(self) -> int:
+        """NP."""
+        is_small = self.width == 1 and self.num_replayed <= FEW_ENTRIES
+        return _padded(self.num_replayed, 1 if is_small else 16)
 
+    @property
+    def half(self) -> int:
+        """HALF, of windows."""
+        return _padded(self.width, 4)
 
-def _num_entries(width: int, num_replayed: int) -> int:
-    """Return how many ring entries the kernels of a window count with."""
-    return _padded(num_replayed, 16 if width > 1 or num_replayed > FEW_ENTRIES else 1)
+    @property
+    def ring(self) -> int:
+        """Start of a window's scores.
 
+        It begins with the columns' factors, with a decay per channel also x and the state's decays.
+        """
+        return 2 * self.half + (2 * self.half + 1) * self.key_dim * self.is_per_channel
 
-def _token_head(entries: int, key_dim: int, *, has_delta: bool) -> int:
-    """Return where in a token's record the fold's weights begin."""
-    return (2 if has_delta else 1) * (key_dim + entries + 1)
+    @property
+    def size(self) -> int:
+        """Floats of a record, so that each starts at 16 bytes."""
+        fold = self.key_dim * (1 + self.num_replayed) if self.is_per_channel else self.entries + 1
+        start = 0
+        if self.width == 1:
+            start = (1 + self.has_delta) * (self.key_dim + self.entries + 1)
+        elif self.width > 1:
+            start = self.ring + 2 * self.half * (self.entries + 2 * self.half)
+        return -(-(start + fold) // 4) * 4
 
-
-def _window_head(half: int, entries: int, key_dim: int, *, is_per_channel: bool) -> tuple[int, int]:
-    """Return where in a window's record the ring's scores begin, and where the fold's weights.
-
-    Before the scores are the columns' factors, and with a decay per channel x and state's decays.
-    """
-    ring = 2 * half + (2 * half + 1) * key_dim * is_per_channel
-    return ring, ring + 2 * half * (entries + 2 * half)
-
-
-def _record_size(
-    head: int, num_replayed: int, entries: int, key_dim: int, *, is_per_channel: bool
-) -> int:
-    """Return the floats of a record, fold's weights and all; each starts at 16 bytes."""
-    fold = key_dim * (1 + num_replayed) if is_per_channel else entries + 1
-    return -(-(head + fold) // 4) * 4
+    def settings(self, memory: ReplayMemory) -> dict[str, int]:
+        """Return the constants of all kernels."""
+        return {
+            "N": self.num_replayed,
+            "NP": self.entries,
+            "H": memory.k_ring.shape[1],
+            "HV": memory.checkpoint.shape[1],
+            "K": self.key_dim,
+            "SIZE": self.size,
+            "IS_PER_CHANNEL": self.is_per_channel,
+        }
 
 
 def _tile(memory: ReplayMemory, block_v: int) -> dict[str, int]:
