@@ -342,6 +342,7 @@ def test_bytes_are_those_that_a_window_takes(
     )
 
 
+# in this order the short run has those that cost most with the cheaper recurrences
 VARIANTS: list[dict[str, Any]] = [
     {"key_heads": 2, "value_heads": 2, "value_dim": 128},
     {"dtype": torch.float32},

@@ -54,7 +54,7 @@ class LatentTiling:
 WINDOWS: Mapping[int, LatentTiling] = {
     MIN_ROWS: LatentTiling(64, 16, 256, 64, 16, 32, 4, 3),
     # for more, in programs of 64
-    1 << 30: LatentTiling(64, 8, 512, 32, 64, 64, 8, 2),
+    1 << 30: LatentTiling(64, 8, 512, 32, 64, 32, 8, 3),
 }
 FLOAT32_WINDOW = LatentTiling(256, 32, 512, 32, 16, 16, 8, 1)
 PREFILL = PrefillTiling(64, 32, 8, 3)
