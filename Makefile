@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 TEST_WORKERS ?= auto
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --maxprocesses 8 --dist worksteal --durations 15
 # seconds that a whole test run may take: `test` needs under 600 with two idle cores
-TEST_LIMIT ?= 1200
+TEST_LIMIT ?= 2700
 TEST_ALL_LIMIT ?= 7200
 
 export OMP_NUM_THREADS := 1
