@@ -10,8 +10,7 @@ from torch import Tensor
 
 from gapless import LLM, SamplingParams
 from gapless.ops.acceptance import reference as acceptance
-from gapless.runner import accept as accept_stage
-from gapless.runner import decode
+from gapless.runner import choice, decode
 from gapless.speculative import mtp
 from tests.speculative import test_state
 
@@ -48,13 +47,13 @@ def test_control(plain: list[tuple[int, ...]]) -> None:
 def test_noise_keyed_on_the_step(
     plain: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest, calls = accept_stage.sample, []
+    honest, calls = choice.sample, []
 
     def by_step(logits: Tensor, positions: Tensor, rows: Any, **mode: Any) -> Tensor:
         calls.append(None)
         return honest(logits, torch.full_like(positions, len(calls)), rows, **mode)
 
-    monkeypatch.setattr(accept_stage, "sample", by_step)
+    monkeypatch.setattr(choice, "sample", by_step)
     assert _tokens() != plain
 
 

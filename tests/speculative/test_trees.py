@@ -327,7 +327,14 @@ def test_planted_bugs_show(
     if bug is not None:
         monkeypatch.setattr(*PLANTED[bug])
     # its tokens follow from all that it keeps
-    llm, places = make_trees("bamba", nodes=8), (1, 2, 5)
-    results = llm.generate([prompts()[i] for i in places], [PARAMS[i] for i in places])
+    places = (1, 2, 5)
     expected = [plain.tokens("bamba")[i] for i in places]
-    assert ([result.token_ids for result in results] == expected) == (bug is None)
+
+    def differs(seed: int) -> bool:
+        llm = make_trees("bamba", nodes=8, seed=seed)
+        results = llm.generate([prompts()[i] for i in places], [PARAMS[i] for i in places])
+        return [result.token_ids for result in results] != expected
+
+    # no single draw of trees meets every bug
+    seeds = range(1 if bug is None else 6)
+    assert any(differs(seed) for seed in seeds) == (bug is not None)
