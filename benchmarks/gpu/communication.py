@@ -49,7 +49,7 @@ class RankFigures:
         self._communicator = communicator
         self._peers = communicator.peers
         self.rows: Rows = []
-        self.is_right = True
+        self.problems: list[str] = []
         for count in NUM_TOKENS:
             x = torch.zeros(count, HIDDEN_SIZE, dtype=torch.bfloat16, device="cuda")
             row: dict[str, Any] = {"call": "sum", "tokens": count, "KiB": x.nbytes / 1024}
@@ -58,30 +58,29 @@ class RankFigures:
                 row["mailboxes_us"] = time_us(lambda x=x: communicator.all_reduce(x))
             self.rows.append(row)
         for count in (1, 4, 64, 256):
-            logits = torch.randn(count, VOCAB_SIZE // world_size, device="cuda")
-            # as a product of as many rows rounds them
-            for part in (logits, logits.bfloat16()):
-                self._choose(LogitShard(part, rank * part.shape[1], VOCAB_SIZE, communicator))
-        self.is_right &= self._agrees()
+            part = torch.randn(count, VOCAB_SIZE // world_size, device="cuda")
+            self._choose(LogitShard(part, rank * part.shape[1], VOCAB_SIZE, communicator))
+        self._check()
 
     def forget_graphs(self) -> None:
         """Nothing is kept."""
 
     def _choose(self, shard: LogitShard) -> None:
         """Time the choice of tokens both ways, and what each sends."""
-        count, kind = len(shard.part), str(shard.part.dtype).removeprefix("torch.")
+        count = len(shard.part)
         at, sampling = torch.arange(count, device="cuda"), plain_rows(count)
         pairs = shard_best(shard.part, at, sampling, mode=SamplingMode.PLAIN, first=shard.first)
-        self.rows.append(self._gather(f"gather of {kind} logits", shard.part))
+        self.rows.append(self._gather("gather of logits", shard.part))
         self.rows.append(self._gather("gather of the best", pairs.flatten(1)))
         calls: dict[str, Callable[[], Tensor]] = {
             "whole": lambda: choose(shard, at, sampling, mode=SamplingMode.DRAWN),
             "shards": lambda: choose(shard, at, sampling, mode=SamplingMode.PLAIN),
         }
-        self.is_right &= torch.equal(calls["whole"](), calls["shards"]())
+        if not torch.equal(calls["whole"](), calls["shards"]()):
+            self.problems.append(f"tokens of {count} rows from shards")
         for name, call in calls.items():
-            row = {"call": f"tokens from {name} of {kind}", "tokens": count, "us": time_us(call)}
-            self.rows.append(row)
+            us = time_us(call)
+            self.rows.append({"call": f"tokens from {name}", "tokens": count, "us": us})
 
     def _gather(self, name: str, x: Tensor) -> dict[str, Any]:
         row: dict[str, Any] = {"call": name, "tokens": len(x), "KiB": x.nbytes / 1024}
@@ -90,20 +89,19 @@ class RankFigures:
             row["mailboxes_us"] = time_us(lambda: self._communicator.all_gather(x))
         return row
 
-    def _agrees(self) -> bool:
-        """Whether both ways give every rank the same bits; a sum of two terms rounds once."""
+    def _check(self) -> None:
+        """Note where the two ways give a rank other bits; a sum of two terms rounds once."""
         wide = torch.randn(4, HIDDEN_SIZE, device="cuda")
         is_pair = self._peers is not None and self._peers.mailboxes.world_size == 2
         for x in (wide, wide.bfloat16()):
             found = self._communicator.all_reduce(x.clone())
             if is_pair and not torch.equal(found, self._communicator.group_sum(x.clone())):
-                return False
+                self.problems.append(f"a sum of {x.dtype} through NCCL")
             everyone = self._communicator.all_gather(found)
             if not torch.equal(everyone, self._communicator.group_gather(found)):
-                return False
+                self.problems.append(f"a gather of {x.dtype} through NCCL")
             if not bool((everyone.view(4, -1, HIDDEN_SIZE) == found[:, None]).all()):
-                return False
-        return True
+                self.problems.append(f"a sum of {x.dtype} on another rank")
 
 
 def plain_rows(count: int) -> SamplingRows:
@@ -153,8 +151,8 @@ def measure(world_size: int) -> Rows:
         workers.lead(found)
     finally:
         workers.close()
-    if not found.is_right:
-        raise SystemExit("results differ between ranks, or between mailboxes and NCCL")
+    if found.problems:
+        raise SystemExit(f"rank 0 has results that differ from: {', '.join(found.problems)}")
     return found.rows
 
 

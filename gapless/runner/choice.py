@@ -37,7 +37,7 @@ def choose(
         return sample(logits.whole(), positions, rows, mode=mode)
     found = shard_best(logits.own, positions, rows, mode=mode, first=logits.first)
     gathered = logits.communicator.all_gather(found.flatten(1))
-    return best_of_all(gathered.unflatten(1, (-1, 2)))
+    return best_of_all(gathered.unflatten(1, (-1, 2)), logits.vocab_size)
 
 
 def rank(
@@ -53,4 +53,5 @@ def rank(
         return rank_tokens(logits.whole(), positions, rows, mode=mode, count=count)
     found = shard_ranked(logits.own, positions, rows, mode=mode, count=count, first=logits.first)
     gathered = logits.communicator.all_gather(found)
-    return ranked_of_all(gathered.unflatten(1, (-1, found.shape[1])), count=count)
+    shards = gathered.unflatten(1, (-1, found.shape[1]))
+    return ranked_of_all(shards, logits.vocab_size, count=count)

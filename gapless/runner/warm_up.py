@@ -98,15 +98,19 @@ def _plans(config: Config) -> Iterator[StepPlan]:
         yield StepPlan(step_id=0, prefill=chunk, decode=(), page_entries=(), max_seq_len=0)
     if not (config.uses_prefix_cache and config.row_bytes) or config.num_state_rows < 4:
         return
-    if longest < 100:
+    if longest < 4:
+        # no room for a snapshot on the way
         return
     # in one chunk, one request that resumes and one that does not, each with a snapshot on its way
+    half = min(40, longest // 2)
+    start = min(33, longest - half)
     resumed = replace(
-        _segment(config, KINDS[0], 50), start=33, resumed_row=2, snapshots=(Snapshot(40, 3),)
-    )
+        _segment(config, KINDS[0], start + half), start=start, resumed_row=2,
+        snapshots=(Snapshot(start + half // 2, 3),),
+    )  # fmt: skip
     fresh = replace(
-        _segment(config, KINDS[0], 40), slot=min(1, config.max_running_requests - 1), state_row=1,
-        snapshots=(Snapshot(20, 3),),
+        _segment(config, KINDS[0], half), slot=min(1, config.max_running_requests - 1), state_row=1,
+        snapshots=(Snapshot(half // 2, 3),),
     )  # fmt: skip
     for segments in ((resumed,), (resumed, fresh) if fresh.slot else (fresh,)):
         yield StepPlan(

@@ -79,7 +79,7 @@ def test_the_best_of_all_shards_is_the_sampled_token(
         for own, first in split(logits, world_size)
     ]
     assert {pair.shape for pair in pairs} == {(num_rows, 1, 2)}
-    found = shards.best_of_all(torch.cat(pairs, dim=1))
+    found = shards.best_of_all(torch.cat(pairs, dim=1), vocab_size)
     assert torch.equal(found, reference.sample(logits, positions, rows, mode=SamplingMode.SAMPLED))
 
 
@@ -106,10 +106,10 @@ def test_kernels_settle_on_the_token_of_whole_rows(
     ]
     assert len({pair.shape for pair in pairs}) == 1
     gathered = torch.cat(pairs, dim=1)
-    found = triton.best_of_all(gathered)
+    found = triton.best_of_all(gathered, vocab_size)
     # not the definition's, of which the interpreter's noise is a rounding away
     assert torch.equal(found, triton.sample(logits, positions, rows, mode=SamplingMode.DRAWN))
-    assert torch.equal(found, shards.best_of_all(gathered))
+    assert torch.equal(found, shards.best_of_all(gathered, vocab_size))
     assert found[4:7].tolist() == [0, 0, vocab_size - 1]
 
 
@@ -182,7 +182,9 @@ def test_ranked_tokens_are_those_of_whole_rows(
         if noise is not None:
             part = philox.gumbel_noise(rows.seeds, positions, own.shape[1], first)
         found.append(shards.shard_ranked(own, rows.temperature, part, count=count, first=first))
-    tokens, logprobs = shards.ranked_of_all(torch.stack(found, dim=1), count=count)
+    tokens, logprobs = shards.ranked_of_all(
+        torch.stack(found, dim=1), vocab_size, count=count
+    )
     assert torch.equal(tokens, wanted[0])
     torch.testing.assert_close(logprobs, wanted[1], rtol=0, atol=1e-12)
     assert torch.equal(logits, before)
@@ -198,11 +200,24 @@ def test_a_shard_without_tokens_changes_nothing() -> None:
         shards.shard_best(own, positions, rows, mode=SamplingMode.ARGMAX, first=first)
         for own, first in parts
     ]
-    assert shards.best_of_all(torch.cat(pairs, dim=1)).tolist() == [1]
+    assert shards.best_of_all(torch.cat(pairs, dim=1), 5).tolist() == [1]
     found = [
         shards.shard_ranked(own, rows.temperature, None, count=2, first=first)
         for own, first in parts
     ]
-    tokens, logprobs = shards.ranked_of_all(torch.stack(found, dim=1), count=2)
+    tokens, logprobs = shards.ranked_of_all(torch.stack(found, dim=1), 5, count=2)
     assert tokens.tolist() == [[1, 2]]
     torch.testing.assert_close(logprobs, logits.log_softmax(-1)[:, 1:3], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), NEG_INF, 1e30, -1e30])
+def test_what_a_lost_rank_leaves_makes_a_token_of_the_vocabulary(value: float) -> None:
+    from gapless.ops.sampling import triton
+
+    lost = torch.full((1, 2, 2), value, device=DEVICE)
+    mixed = torch.tensor([[[1.0, 3.0], [value, value]]], device=DEVICE)
+    found = torch.full((1, 2, 3), value, device=DEVICE)
+    for pairs in (lost, mixed):
+        for best_of_all in (shards.best_of_all, triton.best_of_all):
+            assert 0 <= best_of_all(pairs, 5).item() < 5
+    assert 0 <= shards.ranked_of_all(found, 5, count=1)[0].item() < 5

@@ -21,6 +21,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=12)
     {"speculative_algorithm": "ngram"},
     {"disable_prefix_cache": True},
     {"max_running_requests": 1, "chunked_prefill_size": 3},
+    {"chunked_prefill_size": 20},
 ])  # fmt: skip
 def test_requests_after_it_are_served_right(
     make_llm: Callable[..., LLM], options: dict[str, Any]
@@ -29,9 +30,8 @@ def test_requests_after_it_are_served_right(
     plans = list(_plans(warm.engine.config))
     for plan in plans:
         runner_of(warm).run(plan).wait()
-    assert any(plan.saves for plan in plans) != (
-        "chunked_prefill_size" in options or ("disable_prefix_cache" in options)
-    )
+    is_warmed = options.get("chunked_prefill_size") != 3 and "disable_prefix_cache" not in options
+    assert any(plan.saves for plan in plans) == is_warmed
     prompts = [[5, 6, 7, 8], [9] * 40]
     assert [r.token_ids for r in warm.generate(prompts, PARAMS)] == [
         r.token_ids for r in fresh.generate(prompts, PARAMS)

@@ -102,6 +102,7 @@ def shard_best(
 
 def best_of_all(
     pairs: Tensor,  # [N, M, 2]: `shard_best` of all shards, in their order
+    vocab_size: int,
 ) -> Tensor:  # [N] int64
     """Return each row's token, what `sample` returns for whole rows.
 
@@ -110,8 +111,8 @@ def best_of_all(
     if pairs.is_cuda and pairs.dtype is torch.float32:
         from gapless.ops.sampling import triton
 
-        return triton.best_of_all(pairs)
-    return shards.best_of_all(pairs)
+        return triton.best_of_all(pairs, vocab_size)
+    return shards.best_of_all(pairs, vocab_size)
 
 
 def shard_ranked(

@@ -57,13 +57,18 @@ def _shard_best_kernel(
 
 
 @triton.jit
-def _best_of_all_kernel(pairs, tokens, num_pairs, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+def _best_of_all_kernel(
+    pairs, tokens, num_pairs, V: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+):
     await_inputs(CHAINED)
     i_row = tl.program_id(0).to(tl.int64)
     o_n = tl.arange(0, BLOCK)
     m_n = o_n < num_pairs
     p_pair = pairs + (i_row * num_pairs + o_n) * 2
     b_best = tl.load(p_pair, mask=m_n, other=NEG_INF)
-    b_id = tl.load(p_pair + 1, mask=m_n, other=0.0).to(tl.int32)
+    b_id = tl.load(p_pair + 1, mask=m_n, other=0.0)
+    # a lost rank leaves anything
+    b_best = tl.where(b_best > NEG_INF, b_best, NEG_INF)
+    b_id = tl.where((b_id >= 0) & (b_id < V), b_id, 0.0).to(tl.int32)
     _, token = _best(b_best, tl.where(m_n, b_id, NO_ID))
     tl.store(tokens + i_row, token.to(tl.int64))

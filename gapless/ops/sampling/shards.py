@@ -2,7 +2,9 @@
 
 The token of a row without filters and edits is that of the largest perturbed logit, which is the
 largest of what the shards find: so a few numbers of each take the place of whole rows. Shards hold
-consecutive ids and come in their order. Ids travel as floating point numbers, beside values.
+consecutive ids and come in their order. Ids travel as floating point numbers, beside values. What
+a lost rank should have sent may be anything: an id of the vocabulary is made of it all the same,
+since what reads it would fail beyond.
 """
 
 from __future__ import annotations
@@ -44,10 +46,11 @@ def shard_best(
 
 def best_of_all(
     pairs: Tensor,  # [N, M, 2]: `shard_best` of all shards, in their order
+    vocab_size: int,
 ) -> Tensor:  # [N] int64
     """Return each row's token: of equal values the lowest id."""
     values, ids = pairs.unbind(-1)
-    return ids.gather(1, values.argmax(1, keepdim=True))[:, 0].to(torch.int64)
+    return _tokens(ids.gather(1, values.argmax(1, keepdim=True))[:, 0], vocab_size)
 
 
 def shard_ranked(
@@ -68,6 +71,7 @@ def shard_ranked(
 
 def ranked_of_all(
     found: Tensor,  # [N, S, 2 * count + 1]: `shard_ranked` of S shards, in their order
+    vocab_size: int,
     *,
     count: int,
 ) -> tuple[Tensor, Tensor]:  # [N, count] int64 and found's dtype
@@ -78,5 +82,9 @@ def ranked_of_all(
     values, ids, totals = found.split((count, count, 1), dim=-1)
     # a stable sort: of equal values the lower id is before the higher
     ranked = values.flatten(1).sort(dim=1, descending=True, stable=True)
-    tokens = ids.flatten(1).gather(1, ranked.indices[:, :count]).to(torch.int64)
+    tokens = _tokens(ids.flatten(1).gather(1, ranked.indices[:, :count]), vocab_size)
     return tokens, ranked.values[:, :count] - totals[:, :, 0].logsumexp(-1, keepdim=True)
+
+
+def _tokens(ids: Tensor, vocab_size: int) -> Tensor:
+    return torch.where((ids >= 0) & (ids < vocab_size), ids, 0).to(torch.int64)

@@ -162,14 +162,14 @@ def shard_best(
     return pairs
 
 
-def best_of_all(pairs: Tensor) -> Tensor:
+def best_of_all(pairs: Tensor, vocab_size: int) -> Tensor:
     """See `shards.best_of_all`."""
     num_rows, num_pairs, _ = pairs.shape
     assert pairs.is_contiguous(), "a row's pairs are contiguous"
     tokens = torch.empty(num_rows, dtype=torch.int64, device=pairs.device)
     if num_rows:
         _best_of_all_kernel[(num_rows,)](
-            pairs, tokens, num_pairs,
+            pairs, tokens, num_pairs, V=vocab_size,
             BLOCK=triton.next_power_of_2(num_pairs), num_warps=1, **chained(pairs),
         )  # fmt: skip
     return tokens
