@@ -152,48 +152,60 @@ def _store_fold(
 
 
 @triton.jit
-def _store_few(
-    tiles,
-    p_out,  # pointer to the head's state
-    fold,
-    d_ring,
+def _few_keys(
     k_ring,
     entries,
-    mask,
-    i_head,
     i_key_head,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    KB: tl.constexpr,
+):
+    """Load the keys of a row's few entries, as they are, in parts [KB]."""
+    keys = ()
+    for j in tl.static_range(N):
+        p_key = k_ring + (tl.load(entries + j) * H + i_key_head) * K
+        for c in tl.static_range(K // KB):
+            keys = keys + (tl.load(p_key + c * KB + tl.arange(0, KB)),)
+    return keys
+
+
+@triton.jit
+def _store_few(
+    tiles,
+    keys,  # `_few_keys`, not needed with a decay per channel
+    ring_d,  # [NP, BV], 0 where there is no entry
+    p_out,  # pointer to the head's state
+    fold,
+    mask,
     o_v,
     N: tl.constexpr,
     NP: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
     K: tl.constexpr,
-    V: tl.constexpr,
     KB: tl.constexpr,
     IS_PER_CHANNEL: tl.constexpr,
 ):
-    """Store the same from the tiles at hand, for so few entries that they are added one by one."""
-    o_k = tl.arange(0, KB)
+    """Store the same from what is at hand, for so few entries that they are added one by one.
+
+    With few entries most steps fold: what that takes is asked for together with the state.
+    """
+    o_n, o_k = tl.arange(0, NP), tl.arange(0, KB)
     d = ()
-    p_keys = ()
-    factors = ()
     for j in tl.static_range(N):
-        is_folded = tl.load(mask + j) != 0
-        entry = tl.load(entries + j)
-        p_d = d_ring + (entry * HV + i_head) * V + o_v
-        d = d + (tl.load(p_d, mask=is_folded & (o_v >= 0), other=0),)
-        if IS_PER_CHANNEL:
-            p_keys = p_keys + (fold + (1 + j) * K + o_k,)
-            factors = factors + (1.0,)
-        else:
-            p_keys = p_keys + (k_ring + (entry * H + i_key_head) * K + o_k,)
-            factors = factors + (tl.load(fold + j, mask=is_folded, other=0),)
+        m_j = (tl.load(mask + j) != 0) & (o_n == j)
+        own = tl.sum(tl.where(m_j[:, None], ring_d, 0.0), 0)
+        if not IS_PER_CHANNEL:
+            own *= tl.load(fold + j, mask=tl.load(mask + j) != 0, other=0)
+        d = d + (own,)
     for c in tl.static_range(K // KB):
         decay = tl.load(fold + c * KB + o_k)[None, :] if IS_PER_CHANNEL else tl.load(fold + NP)
         added = tl.zeros([o_v.shape[0], KB], tl.float32)
         for j in tl.static_range(N):
-            m_j = (tl.load(mask + j) != 0) & (o_k >= 0)
-            key = tl.load(p_keys[j] + c * KB, mask=m_j, other=0).to(tl.float32) * factors[j]
+            if IS_PER_CHANNEL:
+                m_j = (tl.load(mask + j) != 0) & (o_k >= 0)
+                key = tl.load(fold + (1 + j) * K + c * KB + o_k, mask=m_j, other=0)
+            else:
+                key = keys[j * (K // KB) + c].to(tl.float32)
             added += d[j][:, None] * key[None, :]
         state = tiles[c].to(tl.float32) * decay + added
         o_state = o_v[:, None] * K + (c * KB + o_k)[None, :]

@@ -28,7 +28,12 @@ import triton.language as tl
 
 from gapless.ops.chaining import await_inputs, await_inputs_only, let_next_start
 from gapless.ops.linear_replay.arithmetic import _decay, _sums
-from gapless.ops.linear_replay.fold_kernels import _fold_weights, _store_few, _store_fold
+from gapless.ops.linear_replay.fold_kernels import (
+    _few_keys,
+    _fold_weights,
+    _store_few,
+    _store_fold,
+)
 
 
 @triton.jit
@@ -266,6 +271,11 @@ def _token_stream_kernel(
     p_d = d_ring + ((entry * HV + i_head) * V)[:, None] + o_v[None, :]
     ring_d = tl.load(p_d, mask=(entry != zero_entry)[:, None], other=0)
     value = tl.load(v + i_row * v_stride + i_head * V + o_v)
+    fold_row = tl.load(fold_rows + i_row)
+    IS_FEW: tl.constexpr = NP < 16
+    few_keys = ()
+    if IS_FEW and not IS_PER_CHANNEL:
+        few_keys = _few_keys(k_ring, entries, i_head // (HV // H), N, H, K, KB)
     await_inputs(CHAINED)
 
     record = records + (i_row * HV + i_head) * SIZE
@@ -275,6 +285,16 @@ def _token_stream_kernel(
     # the next column's weights are on their way while one is summed
     x = _vector(record, K, KB)
     ring = tl.load(p_ring + o_n)
+    p_fold = checkpoint + (fold_row * HV + i_head) * (V * K)
+    fold = record + COLUMNS * (K + NP + 1)
+    # one is known when compiling, the other is not
+    if IS_FEW:  # noqa: SIM102
+        if is_folding:
+            # half of what is moved: it should be under way while results are summed
+            _store_few(
+                tiles, few_keys, ring_d, p_fold, fold, fold_mask + i_row * N, o_v,
+                N, NP, K, KB, IS_PER_CHANNEL,
+            )  # fmt: skip
     for i in tl.static_range(COLUMNS):
         if i + 1 < COLUMNS:
             next_x = _vector(record + (i + 1) * K, K, KB)
@@ -292,15 +312,8 @@ def _token_stream_kernel(
     if not HAS_DELTA:
         written = tl.load(ring_write + i_row)
         tl.store(p_written + written * (HV * V) + o_v, value.to(tl.float32))
-    if is_folding:
-        p_fold = checkpoint + (tl.load(fold_rows + i_row) * HV + i_head) * (V * K)
-        fold = record + COLUMNS * (K + NP + 1)
-        if NP < 16:
-            _store_few(
-                tiles, p_fold, fold, d_ring, k_ring, entries, fold_mask + i_row * N,
-                i_head, i_head // (HV // H), o_v, N, NP, H, HV, K, V, KB, IS_PER_CHANNEL,
-            )  # fmt: skip
-        else:
+    if not IS_FEW:  # noqa: SIM102
+        if is_folding:
             _store_fold(
                 p_state, p_fold, fold, d_ring, k_ring, entries, fold_mask + i_row * N,
                 i_head, i_head // (HV // H), o_v, N, NP, H, HV, K, V, KB, IS_PER_CHANNEL,

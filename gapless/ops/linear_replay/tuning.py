@@ -27,7 +27,7 @@ MAX_ROWS = (2, 16)
 Buckets = tuple[Launch, Launch, Launch]
 
 # one token, with a single ring entry and with several
-PACKED: Buckets = (Launch(16, 2), Launch(32), Launch(32))
+PACKED: Buckets = (Launch(16, 2), Launch(16), Launch(16, 2))
 TOKEN: Buckets = (Launch(16, 2, 4), Launch(32, 1, 4), Launch(32))
 # (most tokens of a window, is_per_channel) -> a launch per row bucket
 WINDOWS: dict[tuple[int, bool], Buckets] = {
