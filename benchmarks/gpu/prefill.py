@@ -202,7 +202,7 @@ def _watched_graph(
     runner: Runner, plan: StepPlan
 ) -> Iterator[tuple[list[float], list[torch.cuda.Event]]]:
     """Note when the host launches a chunk's graph, and put an event on either side of it."""
-    graph = runner._prefill._graphs.find(room_of(runner, plan))
+    graph = runner._prefill.graph_for(room_of(runner, plan), plan.prefill)
     assert graph is not None, "rooms in use are captured"
     launched: list[float] = []
     span = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
