@@ -6,9 +6,10 @@ Checks compare with float64. Times are those of a CUDA graph of a few calls, the
 replays; one call works on far more than the L2 cache holds. The op's time includes reading initial
 states from their rows and writing final states to theirs, and its q, k and v are the views that the
 layer has; `contiguous_us` is the same without copying those. `fla_us` is fla-core's own entry point
-on contiguous inputs with states in place, never cut; `cut_over_fla` compares cut segments with it.
-Both run the same tuned kernels within chunks, tuned on one segment before anything else is run; the
-scan is this package's own, and `--tilings` times its candidates alone.
+on contiguous inputs with states in place, never cut; `cut_over_fla` compares cut segments with it,
+and `cut_us` less `contiguous_us` is what two states on the way of each segment cost a layer. Both
+run the same tuned kernels within chunks, tuned on one segment before anything else is run; the scan
+is this package's own, and `--tilings` times its candidates alone.
 """
 
 from __future__ import annotations
@@ -75,12 +76,14 @@ SHAPES = (
     Shape("GDN 16k 32v", Recurrence.GATED_DELTA, 16, 32),
     Shape("KDA 32", Recurrence.KIMI_DELTA, 32, 32),
 )
-# 8,192 tokens each
+# 8,192 tokens each, and the shortest chunks whose rows are to cost no more for their snapshots
 PACKINGS = {
     "1x8192": (8192,),
     "4x2048": (2048,) * 4,
     "mixed8": (4096, 2048, 1024, 512, 256, 128, 64, 64),
     "32x256": (256,) * 32,
+    "1x2048": (2048,),
+    "8x256": (256,) * 8,
 }
 
 

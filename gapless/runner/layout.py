@@ -316,8 +316,8 @@ def _past(segments: Sequence[PrefillSegment]) -> dict[str, np.ndarray]:
 def _kept(segments: tuple[PrefillSegment, ...], bounds: np.ndarray) -> dict[str, np.ndarray]:
     """Tokens whose hidden states outlive the chunk, as `KeptTokens` has them."""
     snapshots = [
-        (bounds[i] + snapshot.position - segment.start - 1, snapshot.row)
-        for i, segment in enumerate(segments)
+        (first + snapshot.position - segment.start - 1, snapshot.row)
+        for first, segment in zip(bounds.tolist(), segments, strict=False)
         for snapshot in segment.snapshots
     ]
     return {
@@ -385,20 +385,27 @@ def _conv_kept(
     needs of the snapshot's tail, and a tail may begin before the segment does.
     """
     before, ring_len = geometry.conv_width - 1, geometry.conv_ring_len
-    keep: list[np.ndarray] = []
-    write: list[np.ndarray] = []
-    for i, segment in enumerate(segments):
-        prefix_end = total + (i + 1) * before
-        first = segment.start if segment.resumed_row is None else segment.start - before
-        position = np.arange(max(0, first, segment.end - ring_len), segment.end)
-        kept = [(position, segment.slot * ring_len + position % ring_len)]
-        for snapshot in segment.snapshots:
-            position = np.arange(max(0, snapshot.position - before), snapshot.position)
-            tail = geometry.conv_tail(snapshot.row)
-            kept.append((position, tail.stop + position - snapshot.position))
-        for position, entry in kept:
-            after_start = position - segment.start
-            in_chunk = after_start >= 0
-            keep.append(np.where(in_chunk, bounds[i], prefix_end) + after_start)
-            write.append(entry)
-    return _joined(keep), _joined(write)
+    starts = np.array([s.start for s in segments], np.int64)
+    firsts = starts - before * np.array([s.resumed_row is not None for s in segments], np.int64)
+    slots = np.array([s.slot for s in segments], np.int64)
+    every = np.arange(len(segments))
+    snapshots = [(i, n) for i, segment in enumerate(segments) for n in segment.snapshots]
+    owner = np.array([i for i, _ in snapshots], np.int64)
+    tails = np.array([geometry.conv_tail(n.row).start for _, n in snapshots], np.int64)
+
+    def source(segment: np.ndarray, position: np.ndarray) -> np.ndarray:
+        after_start = position - starts[segment, None]
+        prefix_end = total + (segment[:, None] + 1) * before
+        return np.where(after_start >= 0, bounds[segment, None], prefix_end) + after_start
+
+    # all of them at once: a snapshot costs no call of its own
+    in_ring = np.array([s.end for s in segments], np.int64)[:, None] + np.arange(-ring_len, 0)
+    in_tail = np.array([n.position for _, n in snapshots], np.int64)[:, None]
+    in_tail = in_tail + np.arange(-before, 0)
+    of_ring, of_tail = in_ring >= np.maximum(firsts, 0)[:, None], in_tail >= 0
+    ring_entries = slots[:, None] * ring_len + in_ring % ring_len
+    tail_entries = tails[:, None] + np.arange(before)
+    return (
+        _joined([source(every, in_ring)[of_ring], source(owner, in_tail)[of_tail]]),
+        _joined([ring_entries[of_ring], tail_entries[of_tail]]),
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from gapless.ops.sampling import MaskRows
     from gapless.runner.accept import Accepted
     from gapless.runner.device import Device
-    from gapless.runner.graphs import Capture
+    from gapless.runner.graphs import Capture, StepGraph
     from gapless.runner.masks import MaskUpload
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,10 @@ LOGPROB_ROWS = 256
 TOKENS_PER_SEGMENT = 64
 FEWEST_SEGMENTS, MOST_SEGMENTS = 8, 32
 SNAPSHOTS_PER_SEGMENT = 3
+# on a GPU one graph serves greedy and drawn rows: its kernels look at each row
+GPU_MODES = (SamplingMode.DRAWN,)
+# of several ranks, one more settles without whole logits what has no filters
+GPU_MODES_OF_RANKS = (*GPU_MODES, SamplingMode.PLAIN)
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,7 @@ class PrefillRunner:
         # in use, smallest first; without any, every chunk is launched kernel by kernel
         self.rooms = _rooms(device, config, lacks)
         self._graphs = GraphRunner(capture)
+        self._gpu_modes = GPU_MODES if config.tp == 1 else GPU_MODES_OF_RANKS
         # what is captured never moves; chunks that it has no room for run launch by launch
         arrays = [packed_bytes(self._arrays(self._lay_out((), room), room)) for room in self.rooms]
         self._room_upload = Upload(max([0, *arrays]) + 8 * elements, device.device)
@@ -121,9 +127,9 @@ class PrefillRunner:
     def capture(self) -> None:
         """Capture a chunk of each room, on CUDA; largest first: later ones fit its memory."""
         if self._is_on_gpu:
-            rooms = self.rooms[::-1]
-            for room in tqdm(rooms, desc="capturing prefill", unit="graph", disable=None):
-                self._graphs.capture(room, lambda room=room: self._stages(room))  # type: ignore[misc]
+            keys = list(product(self.rooms[::-1], self._gpu_modes))
+            for key in tqdm(keys, desc="capturing prefill", unit="graph", disable=None):
+                self._graphs.capture(key, lambda key=key: self._stages(*key))  # type: ignore[misc]
 
     def watch(self, trace: Trace | None) -> None:
         """Record graph launches from now on; None ends it."""
@@ -133,9 +139,18 @@ class PrefillRunner:
         """Destroy the captured chunks; all chunks then run launch by launch."""
         self._graphs.clear()
 
+    def graph_for(
+        self, room: PrefillRoom, segments: tuple[PrefillSegment, ...]
+    ) -> StepGraph | None:
+        """Return what was captured for a chunk of these segments, None if nothing was."""
+        mode = sampling_mode(s.request.params for s in segments if s.is_last)
+        settles_shards = mode.is_plain and SamplingMode.PLAIN in self._gpu_modes
+        mode = SamplingMode.PLAIN if settles_shards else SamplingMode.DRAWN
+        return self._graphs.find((room, mode))
+
     def _suits(self, room: PrefillRoom, segments: tuple[PrefillSegment, ...]) -> bool:
         """Whether a chunk can run in a room; those that ask for more than tokens cannot."""
-        if self._is_on_gpu and self._graphs.find(room) is None:
+        if self._is_on_gpu and self.graph_for(room, segments) is None:
             return False
         requests = [s.request for s in segments]
         return (
@@ -158,20 +173,19 @@ class PrefillRunner:
         self._room_upload.send(arrays)
         inputs = self._room_upload.views(arrays)
         self._device.table.admit(inputs)
-        graph = self._graphs.find(room)
+        graph = self.graph_for(room, segments)
         if graph is None:
             mode = sampling_mode(s.request.params for s in segments if s.is_last)
             self._step(self._chunk_in(room, layout, inputs, mode))
         else:
             graph.launch()
 
-    def _stages(self, room: PrefillRoom) -> list[Stage]:
+    def _stages(self, room: PrefillRoom, mode: SamplingMode) -> list[Stage]:
         layout = self._lay_out((), room)
         arrays = self._arrays(layout, room)
         self._room_upload.send(arrays)
         inputs = self._room_upload.views(arrays)
-        # on a GPU one graph serves greedy and drawn rows
-        chunk = self._chunk_in(room, layout, inputs, SamplingMode.DRAWN)
+        chunk = self._chunk_in(room, layout, inputs, mode)
         return [Stage("prefill", lambda _: self._step(chunk))]
 
     def _chunk_in(

@@ -13,6 +13,7 @@ import gapless.ops
 from benchmarks.gpu import harness
 from benchmarks.gpu.engine import idle_shares, kernel_class
 from benchmarks.gpu.models import MODELS, write_checkpoint
+from benchmarks.gpu.prefill import in_turn, largest_differences
 from benchmarks.gpu.run import speedups
 from gapless.config.hf import read_hf_config
 from gapless.models.registry import read_architecture
@@ -65,6 +66,25 @@ def test_idle_time_is_divided_into_seams_and_gaps() -> None:
         ("Memcpy HtoD", 11.0, 12.0), ("a", 12.0, 14.0), ("b", 13.0, 20.0),
     ]  # fmt: skip
     assert idle_shares(kernels) == {"seam_share": 0.3, "gap_share": 0.1}
+
+
+def test_what_tracked_rows_cost_is_told_by_the_kernels_that_differ_most() -> None:
+    plain = {"scan": 10.0, "conv": 5.0, "norm": 1.0, "gone": 2.0, "same": 9.0}
+    tracked = {"scan": 14.0, "conv": 4.5, "norm": 1.25, "same": 9.0, "copy": 3.0}
+    more = largest_differences(plain, tracked)
+    assert list(more.items()) == [("scan", 4.0), ("copy", 3.0), ("gone", -2.0), ("conv", -0.5)]
+
+
+def test_calls_in_turn_change_places_and_keep_their_names() -> None:
+    order: list[str] = []
+
+    def call(name: str) -> str:
+        order.append(name)
+        return f"{name}{len(order)}"
+
+    found = in_turn(2, lambda: call("a"), lambda: call("b"))
+    assert "".join(order) == "abbaab"
+    assert found == [["a4", "a5"], ["b3", "b6"]]
 
 
 @pytest.mark.parametrize(("is_right", "wanted"), [(True, ["check", "measure"]), (False, ["check"])])

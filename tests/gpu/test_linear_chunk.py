@@ -69,6 +69,16 @@ def test_writes_its_rows_alone(shape: Shape) -> None:
     assert same_bits(checkpoint[others], problem.checkpoint[others])
 
 
+def test_states_on_the_way_change_no_bit_of_the_rest(shape: Shape) -> None:
+    torch.manual_seed(0)
+    cut = Problem(shape, CHECKED, CHECKED_CUTS, DEVICE)
+    cut_rows, rows = cut.checkpoint.clone(), cut.checkpoint.clone()
+    wanted = cut.run(cut.inputs, cut_rows)
+    cut.indices = cut._indices([[]] * len(CHECKED), [[]] * len(CHECKED))
+    assert same_bits(cut.run(cut.inputs, rows), wanted)
+    assert same_bits(rows[cut.final_rows], cut_rows[cut.final_rows])
+
+
 def test_continues_where_a_chunk_ended(shape: Shape) -> None:
     whole = Problem(shape, (200,), None, DEVICE)
     wanted, _ = whole.wanted()

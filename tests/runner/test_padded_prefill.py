@@ -12,6 +12,7 @@ from gapless.core.request import Request
 from gapless.core.sampling_params import SamplingParams
 from gapless.runner import layout
 from gapless.runner.layout import PrefillRoom
+from gapless.runner.prefill import GPU_MODES, GPU_MODES_OF_RANKS
 from tests.runner.rig import (
     NAN,
     NUM_ROWS,
@@ -220,6 +221,30 @@ def test_what_does_not_fit_runs_without_padding(tiny_checkpoint: Path) -> None:
     ):
         assert is_exact(with_params(short, params), 8), params
     assert not is_exact(with_params(short, SamplingParams(temperature=1.0)), 8)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_of_ranks_a_graph_of_its_own_serves_chunks_without_filters(
+    tiny_checkpoint: Path, tp: int
+) -> None:
+    prefill = Rig(tiny_checkpoint, prefill_buckets=(8, 16)).runner._prefill
+    # as on a GPU; without one nothing is captured, but the graphs are there
+    prefill._is_on_gpu = True
+    prefill._gpu_modes = GPU_MODES if tp == 1 else GPU_MODES_OF_RANKS
+    assert not prefill._suits(prefill.rooms[0], ()), "nothing is captured once the engine is ready"
+    prefill.capture()
+    greedy = sequence(TOKENS[:8], 0)
+    drawn = with_params(sequence(TOKENS[:4], 1), SamplingParams(temperature=1.0))
+    filtered = with_params(sequence(TOKENS[:4], 2), SamplingParams(temperature=1.0, top_k=3))
+    for room in prefill.rooms:
+        whole = prefill.graph_for(room, (filtered.segment(0, 4),))
+        assert whole is not None
+        assert prefill.graph_for(room, (drawn.segment(0, 4), filtered.segment(0, 4))) is whole
+        plain = prefill.graph_for(room, (drawn.segment(0, 4), greedy.segment(0, 8)))
+        # what is sampled later asks for nothing
+        assert prefill.graph_for(room, (filtered.segment(0, 3), greedy.segment(0, 8))) is plain
+        assert plain is not None
+        assert (plain is whole) == (tp == 1)
 
 
 def with_params(running: Running, params: SamplingParams) -> Running:

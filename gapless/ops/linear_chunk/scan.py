@@ -2,9 +2,9 @@
 
 What follows the terms within chunks (`reference.py`): with u = T beta v and w = T beta (k exp G),
 a chunk that starts in state S gives d = u - w S^T and the next S. As d_i depends on no later token,
-the first tokens of a chunk give the state after them likewise. One launch reads initial states from
-their rows, keeps a copy of each chunk's first state for the outputs, and stores the state at every
-stop.
+the first tokens of a chunk give the state after them likewise, by one more product with the same d.
+One launch reads initial states from their rows, keeps a copy of each chunk's first state for the
+outputs, and stores the state at every stop.
 """
 
 from __future__ import annotations

@@ -1,0 +1,63 @@
+"""What Triton's interpreter does not show: the scan compiles for sm_90, and its loads come ahead.
+
+No GPU is needed. It is compiled in a process of its own, where Triton does not interpret.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from gapless.ops.linear_chunk.kernels import _scan_kernel
+from gapless.ops.linear_chunk.scan import TILING
+
+is_per_channel, state = sys.argv[1] == "channel", sys.argv[2]
+values = dict(
+    H=32 if is_per_channel else 16, HV=32, K=128, V=128, BT=64, BK=128, BV=TILING.block_v,
+    IS_PER_CHANNEL=is_per_channel, CHAINED=True,
+)
+types = dict.fromkeys(("k", "decayed_k", "w", "u", "h", "d"), "bf16")
+types |= dict(g="fp32", checkpoint=state)
+signature, constants, hints = {}, {}, {}
+for index, name in enumerate(_scan_kernel.arg_names):
+    if name in values:
+        signature[name], constants[(index,)] = "constexpr", values[name]
+    else:
+        signature[name] = "*" + types.get(name, "i64")
+        hints[(index,)] = [["tt.divisibility", 16]]
+made = triton.compile(
+    ASTSource(_scan_kernel, signature, constants, hints), target=GPUTarget("cuda", 90, 32),
+    options=dict(num_warps=TILING.num_warps, num_stages=TILING.num_stages),
+)
+print(json.dumps({"shared": made.metadata.shared, "ttgir": made.asm["ttgir"]}))
+"""
+# of a multiprocessor; two programs share it
+SHARED_BYTES = 233472
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["fp32", "bf16"])
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_scan_loads_ahead_though_states_are_stored_on_the_way(decay: str, state: str) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, decay, state],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert 2 * (found["shared"] + 1024) <= SHARED_BYTES
+    before, loop = found["ttgir"].split("= scf.for", 1)
+    assert loop.count("= scf.while") == 1, "stops on the way are in the loop over chunks"
+    # w, u and keys of a first chunk, and in the loop those of the next
+    for code in (before, loop):
+        assert code.count("async_copy_global_to_local") >= 3
