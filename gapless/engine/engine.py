@@ -16,7 +16,8 @@ from gapless.engine.limits import PromptLimits
 from gapless.engine.load import load
 from gapless.engine.loop import EngineLoop
 from gapless.errors import InvalidRequest, QueueFull
-from gapless.scheduler.scheduler import Scheduler, SchedulerLimits
+from gapless.scheduler.limits import SchedulerLimits
+from gapless.scheduler.scheduler import Scheduler
 from gapless.text.chat import ChatTemplate
 from gapless.text.detokenizer import Detokenizer
 from gapless.text.grammar import GrammarCompiler

@@ -15,7 +15,7 @@ from gapless.cache.pages import largest_reserved_len, reserved_len
 from gapless.cache.prefix import PrefixCache
 from gapless.core.draft_shape import TreeShape
 from gapless.core.request import Request
-from gapless.scheduler.scheduler import Scheduler
+from gapless.scheduler.unread import UnreadSteps
 from tests.scheduler.driver import run_program
 from tests.scheduler.hash_device import Flaw
 
@@ -165,7 +165,7 @@ def test_newest_token_is_committed(window: int, monkeypatch: pytest.MonkeyPatch)
 @every_window
 def test_run_ahead_of_two(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert goes_wrong(window, run_ahead=2), "the scheduler asserts a run-ahead of 1"
-    monkeypatch.setattr("gapless.scheduler.scheduler.RUN_AHEAD", 2)
+    monkeypatch.setattr("gapless.scheduler.unread.RUN_AHEAD", 2)
     assert goes_wrong(window, run_ahead=2), "the reservation is for a run-ahead of 1"
     monkeypatch.setattr("gapless.cache.manager.reserved_len", reserved_len_less(-window))
     assert not goes_wrong(window, run_ahead=2)
@@ -181,10 +181,10 @@ def test_readmitted_before_its_step_is_read(window: int, monkeypatch: pytest.Mon
     With a run-ahead of 1 a request could be readmitted too early only in the call that retracts
     it, and there the pages that it gave up are taken.
     """
-    monkeypatch.setattr("gapless.scheduler.scheduler.RUN_AHEAD", 2)
+    monkeypatch.setattr("gapless.scheduler.unread.RUN_AHEAD", 2)
     monkeypatch.setattr("gapless.cache.manager.reserved_len", reserved_len_less(-window))
     assert not goes_wrong(window, run_ahead=2, num_programs=400)
-    monkeypatch.setattr(Scheduler, "_is_read", lambda _self, _request: True)
+    monkeypatch.setattr(UnreadSteps, "names", lambda _self, _request: False)
     assert goes_wrong(window, run_ahead=2, num_programs=400)
 
 
