@@ -400,11 +400,15 @@ def _padding_error(layer: Experts, x: Tensor) -> int:
     count = len(x)
     live = torch.arange(count, device=x.device) % 3 != 1
     _, weights, experts = layer.tokens(count)
-    extra = torch.randn_like(x), torch.randn(count, 1, device=x.device).to(x.dtype)
+    gate = torch.randn(count, 1, device=x.device).to(x.dtype)
+    if moe.gathers(experts):
+        always: dict[str, Any] = {"shared": Shared(layer.gate_up[0], layer.down[0], gate)}
+    else:
+        always = {"extra": (torch.randn_like(x), gate)}
     args = (weights, experts, layer.gate_up, layer.down)
-    wanted = moe.mix_experts(x, *args, live=live, extra=extra)
+    wanted = moe.mix_experts(x, *args, live=live, **always)
     poisoned = x.masked_fill(~live[:, None], float("nan"))
-    out = moe.mix_experts(poisoned, *args, live=live, extra=extra)
+    out = moe.mix_experts(poisoned, *args, live=live, **always)
     return int((out != wanted).sum()) + int((out[~live] != 0).sum())
 
 

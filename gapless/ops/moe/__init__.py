@@ -62,13 +62,14 @@ def mix_experts(
     down: Tensor,  # [E, D, I]
     *,
     live: Tensor | None = None,  # [T] bool: tokens that are routed at all; None is all of them
-    extra: tuple[Tensor, Tensor | None] | None = None,  # term [T, D] and gate [T, 1]
     shared: Shared | None = None,  # where `takes_shared`
+    extra: tuple[Tensor, Tensor | None] | None = None,  # elsewhere: term [T, D] and gate [T, 1]
 ) -> Tensor:  # [T, D] in x's dtype
     """Return the weighted sum of every token's chosen experts. Contract: `reference.mix_experts`.
 
-    `shared` adds a shared expert; `extra` one that was run before, term * sigmoid(gate). Rows that
-    are not live are zeros, and no expert is read for them on a GPU.
+    `shared` adds an expert that every token has; `extra` is what one that was run before adds,
+    term * sigmoid(gate), or the term where there is no gate. Rows that are not live are zeros, and
+    no expert is read for them on a GPU.
     """
     if x.is_cuda:
         from gapless.ops.moe import triton

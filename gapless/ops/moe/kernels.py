@@ -98,15 +98,8 @@ def _activated(b_first, b_up, NUM_PARTS: tl.constexpr):
 
 
 @triton.jit
-def _extra_term(
-    extra, gate, i_token, o_d, stride_extra, stride_gate, D: tl.constexpr, HAS_GATE: tl.constexpr
-):
-    b_term = tl.load(extra + i_token * stride_extra + o_d, mask=o_d < D, other=0.0)
-    return b_term.to(tl.float32) * _extra_weight(gate, i_token, stride_gate, HAS_GATE)
-
-
-@triton.jit
-def _extra_weight(gate, i_token, stride_gate, HAS_GATE: tl.constexpr):
+def _gate_weight(gate, i_token, stride_gate, HAS_GATE: tl.constexpr):
+    """Return how much of a shared expert a token has: the sigmoid of its gate, or all."""
     weight = 1.0
     if HAS_GATE:
         weight = 1.0 / (1.0 + tl.exp(-tl.load(gate + i_token * stride_gate).to(tl.float32)))
@@ -207,10 +200,8 @@ def _gathered_down_kernel(
     live,
     down,
     shared_down,
-    extra,
-    extra_gate,
+    shared_gate,
     out,
-    stride_extra,
     stride_gate,
     D: tl.constexpr,
     INNER: tl.constexpr,
@@ -221,7 +212,6 @@ def _gathered_down_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
     HAS_LIVE: tl.constexpr,
-    HAS_EXTRA: tl.constexpr,
     HAS_GATE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -264,12 +254,8 @@ def _gathered_down_kernel(
         b_out += b_w.to(tl.float32) * (b_x * b_weight)
     b_sum = tl.sum(tl.sum(b_out, axis=2), axis=0)
     if SHARED > 0:
-        b_sum += tl.sum(b_shared, axis=1) * _extra_weight(
-            extra_gate, i_token, stride_gate, HAS_GATE
-        )
-    if HAS_EXTRA:
-        b_sum += _extra_term(
-            extra, extra_gate, i_token, o_d, stride_extra, stride_gate, D, HAS_GATE
+        b_sum += tl.sum(b_shared, axis=1) * _gate_weight(
+            shared_gate, i_token, stride_gate, HAS_GATE
         )
     tl.store(p_out, b_sum.to(out.dtype.element_ty), mask=o_d < D)
 
@@ -455,7 +441,7 @@ def _combine_kernel(
         b_term = tl.load(terms + i_pair * D + o_d, mask=o_d < D, other=0.0)
         b_sum += b_term.to(tl.float32) * tl.load(weights + i_pair)
     if HAS_EXTRA:
-        b_sum += _extra_term(
-            extra, extra_gate, i_token, o_d, stride_extra, stride_gate, D, HAS_GATE
-        )
+        b_term = tl.load(extra + i_token * stride_extra + o_d, mask=o_d < D, other=0.0)
+        weight = _gate_weight(extra_gate, i_token, stride_gate, HAS_GATE)
+        b_sum += b_term.to(tl.float32) * weight
     tl.store(p_out, b_sum.to(out.dtype.element_ty), mask=o_d < D)
