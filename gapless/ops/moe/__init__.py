@@ -58,7 +58,7 @@ def mix_experts(
     x: Tensor,  # [T, D]
     weights: Tensor,  # [T, k] acc dtype
     experts: Tensor,  # [T, k] int64, ascending in each row
-    gate_up: Tensor,  # [E, 2 I, D], gate first
+    gate_up: Tensor,  # [E, 2 I, D], gate first, or without gates [E, I, D]
     down: Tensor,  # [E, D, I]
     *,
     live: Tensor | None = None,  # [T] bool: tokens that are routed at all; None is all of them

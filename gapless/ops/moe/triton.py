@@ -145,7 +145,7 @@ def mix_experts(
     x: Tensor,  # [T, D], rows may be strided
     weights: Tensor,  # [T, k] float32
     experts: Tensor,  # [T, k] int64
-    gate_up: Tensor,  # [E, 2 I, D], or [E, I, D] of experts without gates
+    gate_up: Tensor,  # [E, 2 I, D], gate first, or without gates [E, I, D]
     down: Tensor,  # [E, D, I]
     *,
     live: Tensor | None = None,  # [T] bool
