@@ -19,7 +19,16 @@ import torch
 import triton
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.gpu.harness import capture, main, relative, result, time_us
+from benchmarks.gpu.harness import (
+    MOST_LAUNCHES,
+    READ_BANDWIDTH,
+    ROTATED_BYTES,
+    capture,
+    main,
+    relative,
+    result,
+    time_us,
+)
 from gapless.attention.reference import ReferenceAttention
 from gapless.attention.triton import TritonAttention
 from gapless.ops.paged_attention import prefill_attention
@@ -39,11 +48,6 @@ from gapless.ops.rope import rotary_table
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-# bytes per second that a sum over 4 GiB reached on an H200
-READ_BANDWIDTH = 4.39e12
-# pools that rotate hold this much together: several times the L2 cache
-ROTATED_BYTES = 256 << 20
-MOST_LAUNCHES = 64
 STORAGE_BYTES = 36 << 30
 PAGE_SIZE = 16
 REPLAYS = 25

@@ -23,16 +23,22 @@ import triton
 
 from benchmarks.gpu.attention import (
     BOUNDS,
-    MOST_LAUNCHES,
     PAGE_SIZE,
-    READ_BANDWIDTH,
     REPLAYS,
-    ROTATED_BYTES,
     Rows,
     _if_it_fits,
     _segments,
 )
-from benchmarks.gpu.harness import capture, main, relative, result, time_us
+from benchmarks.gpu.harness import (
+    MOST_LAUNCHES,
+    READ_BANDWIDTH,
+    ROTATED_BYTES,
+    capture,
+    main,
+    relative,
+    result,
+    time_us,
+)
 from gapless.attention.reference import ReferenceAttention
 from gapless.attention.triton import TritonAttention
 from gapless.ops.mla import prefill_latent_attention

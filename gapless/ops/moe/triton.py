@@ -71,7 +71,7 @@ class Groups:
     number_open: int = 1
 
 
-# chosen with `python -m benchmarks.gpu.small_ops --gathered-sweep`
+# chosen with `python -m benchmarks.gpu.experts --gathered-sweep`
 GATHERED = GatheredTiling(4, 1024, 4, 1, 4, 8)
 
 
