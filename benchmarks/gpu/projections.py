@@ -55,7 +55,6 @@ BF16, FP32 = torch.bfloat16, torch.float32
 BOUNDS = {BF16: 2.5e-3, FP32: 1e-5}
 # a kernel is taken where it saves this share of the time that the product takes otherwise
 LEAST_GAIN = 0.02
-EARLY_ROWS = 4
 
 
 @dataclass(frozen=True)

@@ -76,10 +76,6 @@ class HfConfig:
             return default
         return checked.number(self.path, key, self._required(key, "a number"))
 
-    def optional_number(self, key: str) -> float | None:
-        """Return the finite number at `key`, or None where it is missing or null."""
-        return None if self.values.get(key) is None else self.number(key)
-
     def numbers(self, key: str, default: tuple[float, ...]) -> tuple[float, ...]:
         """Return the list of as many numbers as `default` has, or that where it is missing or null.
 

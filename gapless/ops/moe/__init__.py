@@ -6,18 +6,15 @@ otherwise, which is logged once per reason. The choice reads shapes only: no syn
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from gapless.ops.fallback import log_fallback
 from gapless.ops.moe import reference
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["Shared", "mix_experts", "route", "takes_shared"]
-
-_logger = logging.getLogger(__name__)
 
 
 def route(
@@ -33,7 +30,7 @@ def route(
         reason = triton.unsupported_logits(logits)
         if reason is None:
             return triton.route(logits, num_active, renormalises=renormalises)
-        _log_fallback(reason)
+        log_fallback("experts run", reason)
     return reference.route(logits, num_active, renormalises=renormalises)
 
 
@@ -79,12 +76,7 @@ def mix_experts(
             return triton.mix_experts(
                 x, weights, experts, gate_up, down, live=live, extra=extra, shared=shared
             )
-        _log_fallback(reason)
+        log_fallback("experts run", reason)
     assert shared is None, "a shared expert is run before"
     out = reference.mix_experts(x, weights, experts, gate_up, down)
     return reference.finish(out, live, extra)
-
-
-@cache
-def _log_fallback(reason: str) -> None:
-    _logger.info("experts run on torch operations: no kernel for %s", reason)
