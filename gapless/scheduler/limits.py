@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gapless.cache.prefix import CacheLimits
+from gapless.cache.limits import CacheLimits
 from gapless.core.request import FinishReason, Request
 
 
