@@ -31,7 +31,7 @@ from benchmarks.gpu.harness import (
 )
 from gapless.attention.reference import ReferenceAttention
 from gapless.attention.triton import TritonAttention
-from gapless.ops.paged_attention import prefill_attention
+from gapless.ops.paged_attention import PackedSegment, prefill_attention
 from gapless.ops.paged_attention.triton import (
     PrefillTiling,
     WindowTiling,
@@ -183,11 +183,12 @@ def _prefill_error(shape: Heads, dtype: torch.dtype, device: torch.device) -> fl
     return relative(backend.plan_prefill(kv_read, segments).run(q, pool, scale), wanted)
 
 
-def _segments(*sizes: tuple[int, int]) -> tuple[tuple[int, int, int, int], ...]:
+def _segments(*sizes: tuple[int, int]) -> tuple[PackedSegment, ...]:
     """Packed segments of (queries, keys)."""
     segments, q_start, kv_start = [], 0, 0
     for queries, keys in sizes:
-        segments.append((q_start, q_start + queries, kv_start, kv_start + keys))
+        packed = PackedSegment(q_start, q_start + queries, kv_start, kv_start + keys)
+        segments.append(packed)
         q_start, kv_start = q_start + queries, kv_start + keys
     return tuple(segments)
 
