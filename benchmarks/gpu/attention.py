@@ -453,6 +453,7 @@ def _window_candidates(usual: WindowTiling) -> Iterator[WindowTiling]:
 def if_it_fits(
     run: Callable[[], list[dict[str, Any]]], settings: dict[str, Any]
 ) -> list[dict[str, Any]]:
+    """Return a run's figures with its settings, or these and why they do not run."""
     try:
         return [row | settings for row in run()]
     except triton.runtime.errors.OutOfResources as error:
