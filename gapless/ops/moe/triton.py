@@ -14,15 +14,14 @@ import torch
 import triton
 
 from gapless.ops.chaining import chained
-from gapless.ops.moe.kernels import (
+from gapless.ops.moe.gathered_kernels import _gathered_down_kernel, _gathered_up_kernel
+from gapless.ops.moe.grouped_kernels import (
     _combine_kernel,
-    _gathered_down_kernel,
-    _gathered_up_kernel,
     _grouped_down_kernel,
     _grouped_up_kernel,
-    _route_kernel,
     _sort_kernel,
 )
+from gapless.ops.moe.route_kernel import _route_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
