@@ -23,7 +23,8 @@ import numpy as np
 from gapless.core.plan import StepPlan, StepResult
 from gapless.core.request import Request
 from gapless.core.sampling_params import SamplingParams
-from gapless.scheduler.scheduler import Scheduler, SchedulerLimits
+from gapless.scheduler.limits import SchedulerLimits
+from gapless.scheduler.scheduler import Scheduler
 
 NUM_NODES = (1_000, 10_000, 100_000)
 NUM_PREFIXES, PREFIX_LEN, OWN_LEN, VOCAB_SIZE = 50, 256, 40, 50_000

@@ -19,10 +19,19 @@ import torch
 import triton
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.gpu.harness import capture, main, relative, result, time_us
+from benchmarks.gpu.harness import (
+    MOST_LAUNCHES,
+    READ_BANDWIDTH,
+    ROTATED_BYTES,
+    capture,
+    main,
+    relative,
+    result,
+    time_us,
+)
 from gapless.attention.reference import ReferenceAttention
 from gapless.attention.triton import TritonAttention
-from gapless.ops.paged_attention import prefill_attention
+from gapless.ops.paged_attention import PackedSegment, prefill_attention
 from gapless.ops.paged_attention.triton import (
     PrefillTiling,
     WindowTiling,
@@ -39,11 +48,6 @@ from gapless.ops.rope import rotary_table
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-# bytes per second that a sum over 4 GiB reached on an H200
-READ_BANDWIDTH = 4.39e12
-# pools that rotate hold this much together: several times the L2 cache
-ROTATED_BYTES = 256 << 20
-MOST_LAUNCHES = 64
 STORAGE_BYTES = 36 << 30
 PAGE_SIZE = 16
 REPLAYS = 25
@@ -166,7 +170,7 @@ def _window_error(
 
 
 def _prefill_error(shape: Heads, dtype: torch.dtype, device: torch.device) -> float:
-    segments = _segments((300, 300), (17, 800), (1, 90), (1, 1), (129, 257))
+    segments = packed_segments((300, 300), (17, 800), (1, 90), (1, 1), (129, 257))
     num_tokens, num_keys = segments[-1][1], segments[-1][3]
     pool_shape = (num_keys + 50, 2, shape.kv_heads, shape.head_dim)
     pool = torch.full(pool_shape, float("nan"), dtype=dtype, device=device)
@@ -179,11 +183,12 @@ def _prefill_error(shape: Heads, dtype: torch.dtype, device: torch.device) -> fl
     return relative(backend.plan_prefill(kv_read, segments).run(q, pool, scale), wanted)
 
 
-def _segments(*sizes: tuple[int, int]) -> tuple[tuple[int, int, int, int], ...]:
+def packed_segments(*sizes: tuple[int, int]) -> tuple[PackedSegment, ...]:
     """Packed segments of (queries, keys)."""
     segments, q_start, kv_start = [], 0, 0
     for queries, keys in sizes:
-        segments.append((q_start, q_start + queries, kv_start, kv_start + keys))
+        packed = PackedSegment(q_start, q_start + queries, kv_start, kv_start + keys)
+        segments.append(packed)
         q_start, kv_start = q_start + queries, kv_start + keys
     return tuple(segments)
 
@@ -357,7 +362,7 @@ def _prefill_rows(
     scale = shape.head_dim**-0.5
     group = shape.heads // shape.kv_heads
     for packed in sizes:
-        segments = _segments(*packed)
+        segments = packed_segments(*packed)
         num_tokens, num_keys = segments[-1][1], segments[-1][3]
         chosen = tiling or prefill_tiling(group, shape.head_dim, torch.bfloat16)
         tiles = torch.from_numpy(prefill_tiles(segments, chosen.block_m // group)).to(device)
@@ -427,12 +432,12 @@ def sweep(device: torch.device) -> list[dict[str, Any]]:
         for tiling in _window_candidates(usual):
             for batch, context in ((1, 1024), (1, 32768), (8, 4096), (64, 4096), (128, 1024)):
                 args = (storage, shape, batch, context, width, device, tiling)
-                found += _if_it_fits(lambda args=args: list(_window_row(*args)), asdict(tiling))
+                found += if_it_fits(lambda args=args: list(_window_row(*args)), asdict(tiling))
     for shape in SHAPES:
         for rows, block_n, stages in product(((64, 4), (128, 8)), (32, 64, 128), (2, 3)):
             tiling = PrefillTiling(rows[0], block_n, rows[1], stages)
             args = (storage, shape, device, tiling, (((8192, 8192),),))
-            found += _if_it_fits(lambda args=args: list(_prefill_rows(*args)), asdict(tiling))
+            found += if_it_fits(lambda args=args: list(_prefill_rows(*args)), asdict(tiling))
     return found
 
 
@@ -445,9 +450,10 @@ def _window_candidates(usual: WindowTiling) -> Iterator[WindowTiling]:
         yield WindowTiling(**settings | {"min_split": min_split, "max_splits": max_splits})
 
 
-def _if_it_fits(
+def if_it_fits(
     run: Callable[[], list[dict[str, Any]]], settings: dict[str, Any]
 ) -> list[dict[str, Any]]:
+    """Return a run's figures with its settings, or these and why they do not run."""
     try:
         return [row | settings for row in run()]
     except triton.runtime.errors.OutOfResources as error:

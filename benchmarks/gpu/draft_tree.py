@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.draft_tree --check --measure [--output figures.json]
 
 Checks compare with the definitions, attention in float64 and integers bit for bit; a chain must
-come out the same as a tree. Times as in `benchmarks.gpu.small_ops`; `chain_us` is the time of the
+come out the same as a tree. Times are those of CUDA graphs; `chain_us` is the time of the
 same window as a chain, or for compaction that of the torch operations that define it.
 """
 
@@ -20,13 +20,11 @@ from benchmarks.gpu.attention import (
     BOUNDS,
     PAGE_SIZE,
     QWEN3_5_35B,
-    READ_BANDWIDTH,
-    ROTATED_BYTES,
     SHAPES,
     Heads,
     Rows,
 )
-from benchmarks.gpu.harness import main, relative, result, time_us
+from benchmarks.gpu.harness import READ_BANDWIDTH, ROTATED_BYTES, main, relative, result, time_us
 from benchmarks.gpu.mla import FEW, V3, LatentRows, Latents
 from gapless.attention.reference import ReferenceAttention
 from gapless.attention.triton import TritonAttention

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: comparing, timing by graph replay, and the command line."""
+"""What the GPU benchmarks share: comparing, timing by graph replay, floors, the command line."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import multiprocessing
 import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -17,7 +18,7 @@ import torch
 import triton
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -25,6 +26,17 @@ Rows = list[dict[str, Any]]
 
 # replays before those that count
 WARM_REPLAYS = 3
+# those that count for an `Op`
+OP_REPLAYS = 15
+
+# bytes per second over 4 GiB on an H200: a sum, and an update in place
+READ_BANDWIDTH = 4.39e12
+UPDATE_BANDWIDTH = 4.23e12
+# inputs that rotate hold this much together: several times the L2 cache
+ROTATED_BYTES = 256 << 20
+MOST_LAUNCHES = 64
+# of a definition: it is slow enough
+CHAIN_LAUNCHES = 3
 
 
 Params = ParamSpec("Params")
@@ -54,6 +66,20 @@ def relative(out: Tensor, wanted: Tensor) -> float:
     difference = out.double() - wanted.double()
     error = float(difference.norm() / wanted.double().norm())
     return error if math.isfinite(error) else math.inf
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a dataclass, those of its fields included; None has none."""
+    if is_dataclass(value):
+        for field in fields(value):
+            yield from tensors_of(getattr(value, field.name))
+    elif value is not None:
+        yield value
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name as figures have it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def capture(launches: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
@@ -87,6 +113,59 @@ def time_us(launches: Sequence[Callable[[], object]], replays: int) -> float:
     graph = capture(launches)
     times = [replay_us(graph) for _ in range(WARM_REPLAYS + replays)]
     return statistics.median(times[WARM_REPLAYS:]) / len(launches)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One measurement: launches of a kernel over different inputs, and what each must move.
+
+    Times are those of CUDA graphs, with so many launches that no input is found in the L2 cache.
+    The chain is the definition's: torch operations, in a graph too. The floor is what must be read
+    and written at the bandwidths above.
+    """
+
+    name: str
+    shape: str
+    kernel: Sequence[Callable[[], object]]
+    chain: Sequence[Callable[[], object]]
+    read: float  # bytes
+    written: float
+    flops: float = 0.0
+
+    def row(self) -> dict[str, Any]:
+        """Time it; return us, MB, the floor's us and share of that, and the definition's us."""
+        us, moved = time_us(self.kernel, OP_REPLAYS), self.read + self.written
+        bandwidth = READ_BANDWIDTH if self.written < self.read / 8 else UPDATE_BANDWIDTH
+        floor_us = moved / bandwidth * 1e6
+        row = {
+            "name": self.name,
+            "shape": self.shape,
+            "us": us,
+            "MB": moved / 1e6,
+            "floor_us": floor_us,
+            "share_of_floor": floor_us / us,
+            "chain_us": time_us(self.chain, OP_REPLAYS) if self.chain else math.nan,
+        }
+        return row | ({"TFLOP_s": self.flops / us / 1e6} if self.flops else {})
+
+
+def num_launches(moved: float) -> int:
+    """Return how many launches, of so many bytes each, find nothing in the L2 cache."""
+    return min(MOST_LAUNCHES, max(4, math.ceil(ROTATED_BYTES / moved)))
+
+
+def rotating(
+    make: Callable[[], Sequence[Any]],
+    kernel: Callable[..., object],
+    chain: Callable[..., object],
+    count: int,
+) -> tuple[list[Callable[[], object]], list[Callable[[], object]]]:
+    """Return launches of both on inputs of their own."""
+    inputs = [make() for _ in range(count)]
+    return (
+        [lambda args=args: kernel(*args) for args in inputs],
+        [lambda args=args: chain(*args) for args in inputs[:CHAIN_LAUNCHES]],
+    )
 
 
 def print_rows(rows: Rows) -> None:

@@ -23,16 +23,22 @@ import triton
 
 from benchmarks.gpu.attention import (
     BOUNDS,
-    MOST_LAUNCHES,
     PAGE_SIZE,
-    READ_BANDWIDTH,
     REPLAYS,
-    ROTATED_BYTES,
     Rows,
-    _if_it_fits,
-    _segments,
+    if_it_fits,
+    packed_segments,
 )
-from benchmarks.gpu.harness import capture, main, relative, result, time_us
+from benchmarks.gpu.harness import (
+    MOST_LAUNCHES,
+    READ_BANDWIDTH,
+    ROTATED_BYTES,
+    capture,
+    main,
+    relative,
+    result,
+    time_us,
+)
 from gapless.attention.reference import ReferenceAttention
 from gapless.attention.triton import TritonAttention
 from gapless.ops.mla import prefill_latent_attention
@@ -146,7 +152,7 @@ def _window_error(
 
 
 def _prefill_error(shape: Latents, dtype: torch.dtype, device: torch.device) -> float:
-    segments = _segments((300, 300), (17, 800), (1, 90), (1, 1), (129, 257))
+    segments = packed_segments((300, 300), (17, 800), (1, 90), (1, 1), (129, 257))
     num_tokens, num_keys = segments[-1][1], segments[-1][3]
     pool_shape = (num_keys + 50, shape.head_dim)
     pool = torch.full(pool_shape, float("nan"), dtype=dtype, device=device)
@@ -276,7 +282,7 @@ def _window_row(
 def _prefill_row(
     storage: Storage, shape: Latents, size: tuple[int, int], device: torch.device
 ) -> dict[str, Any]:
-    segments = _segments(size)
+    segments = packed_segments(size)
     num_tokens, num_keys = size
     q = torch.randn(num_tokens, shape.heads, shape.head_dim, device=device).to(BF16)
     kv_read = torch.randperm(num_keys, device=device)
@@ -397,7 +403,7 @@ def sweep(device: torch.device) -> list[dict[str, Any]]:
         for tiling in _candidates(width * FEW.heads):
             for batch, context in ((1, 4096), (1, 32768), (8, 4096), (64, 4096), (64, 32768)):
                 args = (storage, FEW, batch, context, width, device, tiling)
-                found += _if_it_fits(lambda args=args: [_window_row(*args)], asdict(tiling))
+                found += if_it_fits(lambda args=args: [_window_row(*args)], asdict(tiling))
     return found
 
 

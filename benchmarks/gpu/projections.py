@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from benchmarks.gpu.harness import result
+from benchmarks.gpu.harness import READ_BANDWIDTH, ROTATED_BYTES, result
 from gapless.ops.skinny_linear import Float8Matrix, skinny_linear
 from gapless.ops.skinny_linear import triton as skinny
 from gapless.ops.skinny_linear.tuning import (
@@ -46,10 +46,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-# bytes per second of a sum over 4 GiB on an H200
-READ_BANDWIDTH = 4.39e12
-# weights that rotate hold this much together: several times the L2 cache
-ROTATED_BYTES = 256 << 20
 MOST_LAUNCHES = 96
 REPLAYS = 9
 COMPILERS = 14
@@ -59,7 +55,6 @@ BF16, FP32 = torch.bfloat16, torch.float32
 BOUNDS = {BF16: 2.5e-3, FP32: 1e-5}
 # a kernel is taken where it saves this share of the time that the product takes otherwise
 LEAST_GAIN = 0.02
-EARLY_ROWS = 4
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 MODULES = (
     "linear_replay", "linear_chunk", "attention", "mla", "draft_tree", "projections", "small_ops",
+    "sampling", "experts",
 )  # fmt: skip
 CEILING_BYTES = 4 << 30
 REPLAYS = 9

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from gapless.core.specs.attention import PagedSpec
     from gapless.ops.draft_tree import TreeMask
+    from gapless.ops.paged_attention import PackedSegment
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ class AttentionBackend(Protocol):
 
     def prefill_tiles(
         self,
-        segments: tuple[tuple[int, int, int, int], ...],
+        segments: tuple[PackedSegment, ...],
         room: tuple[int, int] | None = None,
     ) -> dict[int, np.ndarray]:
         """Return what layers want to know of a prefill chunk on the device, by tokens per tile.
@@ -141,10 +142,10 @@ class AttentionBackend(Protocol):
     def plan_prefill(
         self,
         kv_read: Tensor,  # entries of the positions that the segments name
-        segments: tuple[tuple[int, int, int, int], ...],
+        segments: tuple[PackedSegment, ...],
         tiles: Mapping[int, Tensor] | None = None,
     ) -> PlannedAttention:
-        """Plan a prefill chunk; a segment is `(q_start, q_end, kv_start, kv_end)`.
+        """Plan a prefill chunk.
 
         Queries after the segments are padding, and get anything.
 

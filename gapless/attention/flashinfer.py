@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from gapless.attention.backend import AttentionBackend, PlannedAttention
     from gapless.core.specs.attention import PagedSpec
     from gapless.ops.draft_tree import TreeMask
+    from gapless.ops.paged_attention import PackedSegment
 
 # what is compiled: one kernel, of these channels, for bfloat16 alone
 RANK, ROPE_DIM, DTYPE = 512, 64, "bfloat16"
@@ -231,7 +232,7 @@ class FlashInferAttention:
 
     def prefill_tiles(
         self,
-        segments: tuple[tuple[int, int, int, int], ...],
+        segments: tuple[PackedSegment, ...],
         room: tuple[int, int] | None = None,
     ) -> dict[int, np.ndarray]:
         """See `AttentionBackend`: as the backend that plans all else."""
@@ -240,7 +241,7 @@ class FlashInferAttention:
     def plan_prefill(
         self,
         kv_read: Tensor,
-        segments: tuple[tuple[int, int, int, int], ...],
+        segments: tuple[PackedSegment, ...],
         tiles: Mapping[int, Tensor] | None = None,
     ) -> PlannedAttention:
         """See `AttentionBackend`: as the backend that plans all else."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from gapless.attention.backend import PlansOnDevice
 from gapless.ops.draft_tree import MAX_NODES, TreeMask
 from gapless.ops.mla import prefill_latent_attention, window_latent_attention
-from gapless.ops.paged_attention import prefill_attention, window_attention
+from gapless.ops.paged_attention import PackedSegment, prefill_attention, window_attention
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -46,7 +46,7 @@ class _Window:
 @dataclass(frozen=True)
 class _Prefill:
     kv_read: Tensor  # [S]
-    segments: tuple[tuple[int, int, int, int], ...]
+    segments: tuple[PackedSegment, ...]
 
     def run(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
         return prefill_attention(q, kv, self.kv_read, self.segments, scale)
@@ -123,7 +123,7 @@ class ReferenceAttention(PlansOnDevice):
 
     def prefill_tiles(
         self,
-        segments: tuple[tuple[int, int, int, int], ...],
+        segments: tuple[PackedSegment, ...],
         room: tuple[int, int] | None = None,
     ) -> dict[int, np.ndarray]:
         """See `AttentionBackend`: nothing."""
@@ -133,7 +133,7 @@ class ReferenceAttention(PlansOnDevice):
     def plan_prefill(
         self,
         kv_read: Tensor,
-        segments: tuple[tuple[int, int, int, int], ...],
+        segments: tuple[PackedSegment, ...],
         tiles: Mapping[int, Tensor] | None = None,
     ) -> _Prefill:
         """See `AttentionBackend`."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from gapless.core.specs.attention import PagedSpec
     from gapless.ops.draft_tree import TreeMask
+    from gapless.ops.paged_attention import PackedSegment
 
 
 # up to here a step with fewer splits per row is worth a graph
@@ -76,7 +77,7 @@ class _Window:
 @dataclass(frozen=True)
 class _Prefill:
     kv_read: Tensor  # [S]
-    segments: tuple[tuple[int, int, int, int], ...]
+    segments: tuple[PackedSegment, ...]
     laid_out: Mapping[int, Tensor] | None  # by tokens per tile
     _sent: dict[int, Tensor] = field(default_factory=dict)
 
@@ -160,7 +161,7 @@ class TritonAttention(PlansOnDevice):
 
     def prefill_tiles(
         self,
-        segments: tuple[tuple[int, int, int, int], ...],
+        segments: tuple[PackedSegment, ...],
         room: tuple[int, int] | None = None,
     ) -> dict[int, np.ndarray]:
         """See `AttentionBackend`."""
@@ -172,7 +173,7 @@ class TritonAttention(PlansOnDevice):
     def plan_prefill(
         self,
         kv_read: Tensor,
-        segments: tuple[tuple[int, int, int, int], ...],
+        segments: tuple[PackedSegment, ...],
         tiles: Mapping[int, Tensor] | None = None,
     ) -> _Prefill:
         """See `AttentionBackend`."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from gapless.cache.limits import CacheLimits
     from gapless.cache.radix import Node
 
 
@@ -65,3 +66,27 @@ class EvictionOrder:
         self._latest[node] = self._num_pushed
         entry = (used_at + self._worth(node), self._num_pushed, used_at, node)
         heappush(self._heap, entry)
+
+
+def worth_of_row(node: Node) -> float:
+    """What a snapshot is worth: rows are of one size."""
+    return node.num_uses * _tokens_saved(node)
+
+
+def worth_of_leaf(node: Node, limits: CacheLimits) -> float:
+    """What a node's pages, and the snapshot without which nobody resumes them, are worth."""
+    if not limits.needs_snapshots:
+        return node.num_uses
+    num_bytes = len(node.pages) * limits.page_bytes + limits.row_bytes
+    return node.num_uses * _tokens_saved(node) / max(1, num_bytes)
+
+
+def worth_of_copy(node: Node) -> float:
+    """What a node's copy on the host is worth."""
+    return node.num_uses * len(node.edge) / len(node.host_pages)
+
+
+def _tokens_saved(node: Node) -> int:
+    """Prefill that the loss of a node's snapshot would cost its next reader."""
+    shallower = (part.end for part in node.path() if part is not node and part.has_row)
+    return node.end - next(shallower, 0)

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gapless.cache.eviction import EvictionOrder
+from gapless.cache.eviction import EvictionOrder, worth_of_copy
 from gapless.cache.pages import PagePool
 from gapless.cache.rows import IdPool
 from gapless.core.plan import Transfer
@@ -36,14 +36,12 @@ class _Store:
 class HostTier:
     """Which host pages and rows hold what."""
 
-    def __init__(
-        self, tree: RadixTree, *, num_pages: int, num_rows: int, worth: Callable[[Node], float]
-    ) -> None:
+    def __init__(self, tree: RadixTree, *, num_pages: int, num_rows: int) -> None:
         self._tree = tree
         self._pages = PagePool(num_pages)
         self._rows = IdPool(num_rows)
         # nodes with a copy and no child with one
-        self._ends = EvictionOrder(worth)
+        self._ends = EvictionOrder(worth_of_copy)
         self._stores: deque[_Store] = deque()
         self._num_arrived = 0
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gapless.cache.pages import PagePool, largest_reserved_len, num_pages_for, reserved_len
-from gapless.cache.prefix import CacheLimits, Match, PrefixCache
-from gapless.cache.rows import IdPool
+from gapless.cache.device import DeviceTier
+from gapless.cache.pages import largest_reserved_len, num_pages_for, reserved_len
+from gapless.cache.prefix import Match, PrefixCache
+from gapless.cache.radix import RadixTree
 from gapless.core.counters import CacheCounters, WaitReason
 from gapless.core.plan import PageCopy, PageEntry, SlotSave, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from gapless.cache.limits import CacheLimits
     from gapless.cache.radix import Node
     from gapless.core.request import Request
 
@@ -40,10 +42,11 @@ class CacheManager:
     def __init__(self, limits: CacheLimits) -> None:
         self._limits = limits
         self._size = limits.page_size
-        self._pages = PagePool(limits.num_pages)
-        self._rows = IdPool(limits.num_state_rows)
         self.counters = CacheCounters()
-        self.prefix = PrefixCache(limits, self._pages, self._rows, self.counters)
+        self._tree = RadixTree(limits.page_size)
+        self.device = DeviceTier(self._tree, limits, self.counters)
+        self.prefix = PrefixCache(self._tree, self.device, limits, self.counters)
+        self._pages, self._rows = self.device.pages, self.device.rows
         # the deepest node that each request builds on, locked for it
         self._held: dict[Request, Node] = {}
         self._wanted: dict[Request, list[int]] = {}
@@ -70,7 +73,7 @@ class CacheManager:
         """
         assert not request.pages, f"{request.request_id} holds pages"
         assert request.state_row < 0, f"{request.request_id} holds a state row"
-        cold = Match(self.prefix.root, 0, 0, 0)
+        cold = Match(self._tree.root, 0, 0, 0)
         match = cold
         if self._limits.uses_prefix_cache and not request.has_private_prefix:
             # one token at least must run, for there to be logits
@@ -94,10 +97,10 @@ class CacheManager:
         first = len(request.pages)
         wanted = self._reserved_len(request, committed_len)
         missing = num_pages_for(wanted, self._size) - first
-        if missing > 0 and not self.prefix.make_room(missing) and is_alone:
+        if missing > 0 and not self.device.make_room(missing) and is_alone:
             # pages that it shares stay while it holds them; the rest of that key may go
-            self.prefix.unlock(self._held.pop(request, self.prefix.root))
-            self.prefix.make_room(missing)
+            self.device.unlock(self._held.pop(request, self._tree.root))
+            self.device.make_room(missing)
         pages = self._pages.allocate(max(0, missing))
         if pages is None:
             return None
@@ -117,7 +120,7 @@ class CacheManager:
         while wanted and wanted[0] <= end:
             position = wanted.pop(0)
             assert position > start, f"{request.request_id}: {position} is not in {start}..{end}"
-            row = self.prefix.take_row()
+            row = self.device.take_row()
             if row is None:
                 self.counters.num_snapshots_skipped += 1
             elif self._store(request, position, row, is_written=False):
@@ -142,7 +145,7 @@ class CacheManager:
                 save = SlotSave(request.slot, position, row)
         if save is None:
             self._rows.free(row)
-        self.prefix.unlock(self._held.pop(request, self.prefix.root))
+        self.device.unlock(self._held.pop(request, self._tree.root))
         self._wanted.pop(request, None)
         self._pages.release(request.pages)
         request.pages, request.state_row = [], -1
@@ -163,23 +166,23 @@ class CacheManager:
         assert self._held.keys() <= set(holders), "a lock outlived its request"
 
     def _admit(self, request: Request, match: Match) -> Admission | WaitReason:
-        self.prefix.lock(match.node)
+        self.device.lock(match.node)
         # the row too: taking one for the request must not take that
-        self.prefix.lock_row(match.node)
-        row = self.prefix.take_row()
+        self.device.lock_row(match.node)
+        row = self.device.take_row()
         num_shared = match.usable_len // self._size
         num_tokens = len(request.token_ids)
         wanted = self._reserved_len(request, num_tokens)
         missing = num_pages_for(wanted, self._size) - num_shared
-        if row is None or not self.prefix.make_room(missing):
+        if row is None or not self.device.make_room(missing):
             if row is not None:
                 self._rows.free(row)
-            self.prefix.unlock_row(match.node)
-            self.prefix.unlock(match.node)
+            self.device.unlock_row(match.node)
+            self.device.unlock(match.node)
             return WaitReason.ROWS if row is None else WaitReason.PAGES
         fresh = self._pages.allocate(missing)
         assert fresh is not None, "there is room for them"
-        cached = self.prefix.pages_of(match.node)
+        cached = self._tree.pages_of(match.node)
         self._pages.share(cached[:num_shared])
         request.pages, request.state_row = cached[:num_shared] + fresh, row
         self._cover(request, num_tokens, wanted)
@@ -220,7 +223,7 @@ class CacheManager:
 
     def _store(self, request: Request, position: int, row: int, *, is_written: bool) -> bool:
         """Cache a request's first `position` tokens with a snapshot; False if there is one."""
-        held = self._held.get(request, self.prefix.root)
+        held = self._held.get(request, self._tree.root)
         tokens = request.token_ids[:position]
         self._held[request], takes_row = self.prefix.store(
             tokens, request.pages, held, row, is_written=is_written
@@ -231,7 +234,7 @@ class CacheManager:
         """Cache the full pages of a request's first `length` tokens."""
         tokens = request.token_ids[: length // self._size * self._size]
         if tokens:
-            held = self._held.get(request, self.prefix.root)
+            held = self._held.get(request, self._tree.root)
             self._held[request], _ = self.prefix.store(
                 tokens, request.pages, held, None, is_written=is_written
             )

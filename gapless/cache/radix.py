@@ -1,7 +1,7 @@
 """The radix tree of cached prefixes: keys in tokens, pages of KV along the edges, snapshot rows.
 
 A node's key is the path from the root; a snapshot stands on a node of exactly its length. Host
-integers only, and no policy: who takes pages and rows from a node, and when, is the manager's.
+integers only, and no policy: who takes pages and rows from a node, and when, is the tiers'.
 """
 
 from __future__ import annotations

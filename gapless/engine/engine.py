@@ -6,17 +6,19 @@ import logging
 import random
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from gapless.core.messages import EngineStats, Submission, TokenLogprob, Update
+from gapless.core.messages import EngineStats, Submission, Update
 from gapless.core.request import FinishReason, Request, Status
 from gapless.core.sampling_params import SamplingParams
+from gapless.engine.continuation import Continuation
 from gapless.engine.limits import PromptLimits
 from gapless.engine.load import load
 from gapless.engine.loop import EngineLoop
 from gapless.errors import InvalidRequest, QueueFull
-from gapless.scheduler.scheduler import Scheduler, SchedulerLimits
+from gapless.scheduler.limits import SchedulerLimits
+from gapless.scheduler.scheduler import Scheduler
 from gapless.text.chat import ChatTemplate
 from gapless.text.detokenizer import Detokenizer
 from gapless.text.grammar import GrammarCompiler
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from gapless.config.options import EngineOptions
     from gapless.core.counters import CacheCounters, LoopCounters
     from gapless.core.grammar import GrammarState
-    from gapless.core.plan import Delta, LogprobRow
+    from gapless.core.plan import Delta
     from gapless.observe.trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -38,18 +40,6 @@ logger = logging.getLogger(__name__)
 _MASK = 2**64 - 1
 
 Number = TypeVar("Number", int, float)
-
-
-@dataclass
-class _Live:
-    """A continuation under way."""
-
-    request: Request
-    request_id: str
-    index: int
-    detokenizer: Detokenizer
-    submitted_at: float
-    queue_seconds: float = 0.0
 
 
 class Engine:
@@ -81,10 +71,10 @@ class Engine:
         self.launch_counters = loaded.runner.launches
         self._loaded = loaded
         # by the scheduler's id, and the ids of all continuations by that of their request
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, Continuation] = {}
         self._open: dict[str, list[str]] = {}
         # in order of arrival, those that have not been seen to run
-        self._queued: deque[_Live] = deque()
+        self._queued: deque[Continuation] = deque()
         self._refused: list[Update] = []
 
     @property
@@ -252,7 +242,7 @@ class Engine:
                 skip_special_tokens=params.skip_special_tokens,
                 min_tokens=params.min_tokens,
             )
-            live = _Live(request, submission.request_id, index, detokenizer, now)
+            live = Continuation(request, submission.request_id, index, detokenizer, now)
             self._live[own_id] = live
             self._queued.append(live)
             refused = self.scheduler.submit(request)
@@ -288,92 +278,23 @@ class Engine:
         updates: list[Update] = []
         for delta in deltas:
             live = self._live[delta.request.request_id]
-            update = self._decode(live, delta)
+            update = live.read(delta)
             if update.finish_reason is not None:
+                if delta.finish_reason is None:
+                    # by a stop string, which the scheduler does not see
+                    self.scheduler.finish(live.request, FinishReason.STOP)
                 logger.debug("%s: %s", delta.request.request_id, delta.request.counters)
                 self._forget(live)
             updates.append(update)
         return updates
 
-    def _forget(self, live: _Live) -> None:
+    def _forget(self, live: Continuation) -> None:
         own_id = live.request.request_id
         del self._live[own_id]
         open_ids = self._open[live.request_id]
         open_ids.remove(own_id)
         if not open_ids:
             del self._open[live.request_id]
-
-    def _decode(self, live: _Live, delta: Delta) -> Update:
-        """Turn tokens into text, ending the request where a stop string is complete."""
-        request, reason, tokens = live.request, delta.finish_reason, delta.token_ids
-        ended_by: str | int | None = None
-        if reason is FinishReason.STOP:
-            # the id that ends a text is no part of it
-            ended_by = tokens[-1]
-            found = live.detokenizer.push(tokens[:-1])
-        else:
-            found = live.detokenizer.push(tokens)
-        text = found.text
-        if found.stop is not None:
-            if reason is None:
-                self.scheduler.finish(request, FinishReason.STOP)
-            reason, ended_by, tokens = FinishReason.STOP, found.stop, tokens[: found.num_tokens]
-        logprobs = _logprobs(request, tokens, delta)
-        if reason is None:
-            return Update(
-                live.request_id,
-                live.index,
-                text,
-                tokens,
-                logprobs=logprobs,
-                prompt_logprobs=_prompt_logprobs(delta),
-            )
-        return Update(
-            live.request_id,
-            live.index,
-            text + live.detokenizer.flush(),
-            tokens,
-            finish_reason=reason,
-            stop_reason=ended_by,
-            error=delta.error,
-            counters=request.counters,
-            cached_tokens=request.cached_len,
-            queue_seconds=live.queue_seconds,
-            logprobs=logprobs,
-            prompt_logprobs=_prompt_logprobs(delta),
-        )
-
-
-def _logprobs(
-    request: Request, tokens: Sequence[int], delta: Delta
-) -> tuple[TokenLogprob, ...] | None:
-    """Log-probabilities of the first of a delta's tokens, those that `tokens` keeps."""
-    count = request.params.logprobs
-    if count is None:
-        return None
-    return tuple(
-        _token_logprob(token_id, row, count)
-        for token_id, row in zip(tokens, delta.logprobs, strict=False)
-    )
-
-
-def _prompt_logprobs(delta: Delta) -> tuple[TokenLogprob, ...]:
-    if not delta.prompt_logprobs:
-        return ()
-    count = delta.request.params.prompt_logprobs or 0
-    prompt_ids = delta.request.prompt_ids[1:]
-    return tuple(
-        _token_logprob(token_id, row, count)
-        for token_id, row in zip(prompt_ids, delta.prompt_logprobs, strict=False)
-    )
-
-
-def _token_logprob(token_id: int, row: LogprobRow, count: int) -> TokenLogprob:
-    """Unpack a row and keep `count` of its most likely tokens."""
-    num_top = len(row) // 2
-    ids, values = row[1 : 1 + count], row[1 + num_top : 1 + num_top + count]
-    top = tuple((int(top_id), value) for top_id, value in zip(ids, values, strict=True))
-    return TokenLogprob(token_id, row[0], top)
 
 
 def derived_seed(seed: int, index: int) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from gapless.core.counters import LoopCounters
 from gapless.errors import InternalError
 from gapless.observe.trace import Kind, Trace
-from gapless.scheduler.scheduler import RUN_AHEAD
+from gapless.scheduler.unread import RUN_AHEAD
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,7 @@ from gapless.layers.mlp import SquaredReluMlp
 from gapless.layers.moe import shared_part
 from gapless.layers.shard import Share, target
 from gapless.ops.group_routing import route_in_groups
-from gapless.ops.squared_relu_moe import mix_experts
+from gapless.ops.moe import mix_experts
 
 if TYPE_CHECKING:
     from collections.abc import Collection

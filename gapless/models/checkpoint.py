@@ -22,7 +22,8 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
     RevisionNotFoundError,
 )
 
-from gapless.config.hf import CONFIG_FILE, read_json_object
+from gapless.config.hf.checked import read_json_object
+from gapless.config.hf.read import CONFIG_FILE
 from gapless.errors import ConfigError, ModelError, UnsupportedModel
 
 SINGLE_FILE = "model.safetensors"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gapless.config.hf import yarn_mscale
+from gapless.config.hf.rope import yarn_mscale
 from gapless.core.architecture import Architecture, LayerSpec
 from gapless.core.specs.attention import LatentSpec, RotarySpec
 from gapless.core.specs.feed_forward import Scoring

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gapless.config.hf import FP8_BLOCK
+from gapless.config.hf.quantization import FP8_BLOCK
 from gapless.errors import ModelError, UnsupportedModel, WeightMismatch
 from gapless.layers.shard import Shard
 

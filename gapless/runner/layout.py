@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gapless.ops.linear_chunk import ScanRoom, plan_chunks, scan_arrays
+from gapless.ops.paged_attention import PackedSegment
 from gapless.runner.slot_table import admission_arrays
 
 if TYPE_CHECKING:
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
 
 # tokens whose intra-chunk terms are solved together in the linear layers
 CHUNK_LEN = 64
-
-Segments = tuple[tuple[int, int, int, int], ...]
-"""`(q_start, q_end, kv_start, kv_end)` of each segment."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +52,9 @@ class PrefillLayout:
     """KV entries of positions 0 to `end`, both included, of each segment in a row."""
     admission: dict[str, np.ndarray]
     """For the slot table; shapes follow from the segments."""
-    segments: Segments
+    segments: tuple[PackedSegment, ...]
     """Keys are numbers of `kv_entries`."""
-    shifted_segments: Segments
+    shifted_segments: tuple[PackedSegment, ...]
     active: tuple[int, ...]  # segments still running in each round of the chunked scan
     num_cuts: tuple[int, ...]  # snapshots after each round
 
@@ -116,11 +114,11 @@ def lay_out(
 
 def _bounds(
     num_queries: Sequence[int], kv_starts: Sequence[int], num_keys: Sequence[int]
-) -> Segments:
+) -> tuple[PackedSegment, ...]:
     """Pack the queries of each segment in a row."""
     q = np.cumsum([0, *num_queries]).tolist()
     return tuple(
-        (start, end, kv, kv + keys)
+        PackedSegment(start, end, kv, kv + keys)
         for start, end, kv, keys in zip(q, q[1:], kv_starts, num_keys, strict=False)
     )
 

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gapless.cache.manager import Admission, CacheManager
-from gapless.cache.prefix import CacheLimits
 from gapless.cache.rows import IdPool
 from gapless.core.counters import CacheCounters, DecodeCounters, WaitReason
 from gapless.core.draft_shape import most_emitted
@@ -31,48 +29,18 @@ from gapless.core.plan import (
 )
 from gapless.core.request import FinishReason, Request, Status
 from gapless.core.sampling_params import MAX_STOP_IDS
+from gapless.scheduler.limits import reason_to_end, reason_to_refuse
 from gapless.scheduler.prompt_logprobs import PromptLogprobs
+from gapless.scheduler.unread import UnreadSteps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     import numpy as np
 
+    from gapless.scheduler.limits import SchedulerLimits
+
 logger = logging.getLogger(__name__)
-
-# launched steps whose results are unread when the next one is planned; reservation, snapshots
-# and readmission are derived for this value
-RUN_AHEAD = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerLimits(CacheLimits):
-    """Sizes that the device's pools and tables were built for."""
-
-    max_running_requests: int
-    """Slots, the null slot apart."""
-    max_model_len: int
-    """Most tokens of a request, prompt and output together."""
-    chunked_prefill_size: int
-    """Most prompt tokens in one step."""
-    replay_len: int
-    """L: checkpoints stand at its multiples."""
-
-    def __post_init__(self) -> None:
-        for name in (
-            "max_running_requests", "max_model_len", "num_pages", "page_size", "num_state_rows",
-            "chunked_prefill_size", "max_window", "replay_len",
-        ):  # fmt: skip
-            value = vars(self)[name]
-            assert value >= 1, f"{name}={value}: want at least 1"
-
-
-def reason_to_end(request: Request) -> FinishReason | None:
-    """Why the newest token of a request ends it, by the rule that the device follows too."""
-    total_len = len(request.token_ids)
-    if total_len > request.min_len and request.token_ids[-1] in request.stop_ids:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if total_len >= request.limit_len else None
 
 
 class Scheduler:
@@ -92,7 +60,7 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         # those among both that a grammar constrains
         self._constrained: set[Request] = set()
-        self._unread: deque[StepPlan] = deque()
+        self._unread = UnreadSteps()
         # for the next plan: what slots that were given up must save, what admissions copy
         self._saves: list[SlotSave] = []
         self._page_copies: list[PageCopy] = []
@@ -151,7 +119,8 @@ class Scheduler:
         assert request.status is Status.WAITING, f"{request.request_id} is {request.status.value}"
         assert request.request_id not in self._requests, f"{request.request_id} is in use"
         assert len(request.stop_ids) <= MAX_STOP_IDS, f"{len(request.stop_ids)} stop ids"
-        error = self._reason_to_refuse(request)
+        num_pages = self._cache.num_pages_at_limit(request.limit_len)
+        error = reason_to_refuse(request, self._limits, num_pages)
         self._requests[request.request_id] = request
         self._waiting.append(request)
         if request.is_constrained:
@@ -164,13 +133,11 @@ class Scheduler:
         Retracts the requests admitted last when pages run out. A grammar's masks need every token
         before them, so a batch with constrained rows waits until the step before it is read.
         """
-        assert len(self._unread) <= RUN_AHEAD, (
-            f"{len(self._unread)} launched steps are unread, at most {RUN_AHEAD} may be"
-        )
-        if any(r.status is Status.DECODE and not self._is_read(r) for r in self._constrained):
+        self._unread.check_may_plan()
+        if any(r.status is Status.DECODE and self._unread.names(r) for r in self._constrained):
             return None
         self._cache.prefix.begin_step()
-        promised = self._promised_tokens()
+        promised = self._unread.promised_tokens()
         page_entries = self._grow_decode_rows(promised)
         prefill = tuple(self._cut_segments())
         promised.update(segment.request for segment in prefill if segment.is_last)
@@ -196,7 +163,7 @@ class Scheduler:
         self._saves.clear()
         self._page_copies.clear()
         self._num_plans += 1
-        self._unread.append(plan)
+        self._unread.launch(plan)
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Delta]:
@@ -205,8 +172,7 @@ class Scheduler:
         Tokens of a request that the host has ended meanwhile are dropped; those of a retracted
         one are kept. A prompt's log-probabilities come with the request's first token.
         """
-        assert next(iter(self._unread), None) is plan, f"step {plan.step_id} is not the oldest"
-        self._unread.popleft()
+        self._unread.read(plan)
         self._cache.prefix.end_stores(result.num_stored)
         self._prompt_logprobs.collect(plan, result)
         for segment in plan.prefill:
@@ -319,44 +285,6 @@ class Scheduler:
         for request, row in self._running.items():
             assert row == DecodeRow(request, request.slot), f"{request} is not in its row"
 
-    def _reason_to_refuse(self, request: Request) -> str | None:
-        limits, limit_len, prompt_len = self._limits, request.limit_len, len(request.prompt_ids)
-        if prompt_len == 0:
-            return "the prompt has 0 tokens; at least 1 is needed: send a begin-of-text token"
-        if prompt_len >= limit_len:
-            return (
-                f"the prompt has {prompt_len} tokens and the request ends at {limit_len}; "
-                "at least 1 must be left to generate: shorten the prompt"
-            )
-        if limit_len > limits.max_model_len:
-            return (
-                f"prompt and output may reach {limit_len} tokens, the context holds "
-                f"{limits.max_model_len}; shorten the prompt or lower max_tokens"
-            )
-        num_pages = self._cache.num_pages_at_limit(limit_len)
-        if num_pages > limits.num_pages:
-            return (
-                f"prompt and output may reach {limit_len} tokens and need {num_pages} pages, "
-                f"{limits.num_pages} exist; lower max_tokens or give the cache more memory"
-            )
-        return None
-
-    def _promised_tokens(self) -> Counter[Request]:
-        """Fewest tokens that the unread steps emit for a request that they do not end."""
-        promised: Counter[Request] = Counter()
-        for plan in self._unread:
-            promised.update(segment.request for segment in plan.sampled)
-            promised.update(row.request for row in plan.decode)
-        return promised
-
-    def _is_read(self, request: Request) -> bool:
-        """Whether no launched step that names the request is unread."""
-        return not any(
-            request in (segment.request for segment in plan.prefill)
-            or request in (row.request for row in plan.decode)
-            for plan in self._unread
-        )
-
     def _decode_rows(self, promised: Counter[Request]) -> list[DecodeRow]:
         """Rows of requests that decode, but for those which the host knows to be done by then.
 
@@ -446,7 +374,7 @@ class Scheduler:
             yield request, admitted
 
     def _admit(self, request: Request) -> Admission | WaitReason:
-        if not self._is_read(request):
+        if self._unread.names(request):
             return WaitReason.UNREAD
         if self._slots.num_free == 0:
             return WaitReason.SLOTS

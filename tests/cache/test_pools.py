@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gapless.cache.limits import CacheLimits
 from gapless.cache.manager import Admission, CacheManager
 from gapless.cache.pages import PagePool, largest_reserved_len, num_pages_for, reserved_len
-from gapless.cache.prefix import CacheLimits
 from gapless.cache.rows import IdPool
 from gapless.core.draft_shape import TreeShape
 from gapless.core.plan import PageEntry

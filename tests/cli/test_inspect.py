@@ -13,7 +13,8 @@ import transformers
 
 from gapless import EngineOptions
 from gapless.assets import demo_checkpoint
-from gapless.cache.manager import CacheLimits, CacheManager
+from gapless.cache.limits import CacheLimits
+from gapless.cache.manager import CacheManager
 from gapless.cli.inspect import Room, fit, parse_size
 from gapless.config.config import Config, DeviceInfo
 from gapless.config.hf import read_hf_config

@@ -131,7 +131,7 @@ def test_the_host_tier_gives_back_what_the_device_has_lost() -> None:
     taken = cache._pages.allocate(cache.num_free_pages)
     assert taken is not None
     # everything on the device gives way
-    while cache.prefix.make_room(cache.num_free_pages + 1):
+    while cache.device.make_room(cache.num_free_pages + 1):
         pass
     cache._pages.release(taken)
     assert [llm.generate(prompt, PARAMS[0]).token_ids for prompt in prompts] == first

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gapless.ops.squared_relu_moe import mix_experts
-from gapless.ops.squared_relu_moe.reference import mix_dense, mix_gathered
+from gapless.ops.moe import mix_experts
+from gapless.ops.moe.reference import mix_dense, mix_gathered
 from gapless.runner.syncs import forbid_syncs
 
 NUM_EXPERTS, ACTIVE, SIZE, HIDDEN = 7, 3, 5, 9

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from gapless.cache.pages import largest_reserved_len
 from gapless.core.request import FinishReason, Request, Status
 from gapless.core.sampling_params import SamplingParams
-from gapless.scheduler.scheduler import Scheduler, SchedulerLimits
+from gapless.scheduler.limits import SchedulerLimits
+from gapless.scheduler.scheduler import Scheduler
 from tests.scheduler.hash_device import (
     VOCAB_SIZE,
     Divergence,

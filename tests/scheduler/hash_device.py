@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from gapless.core.plan import PrefillSegment, SlotSave, Transfer
     from gapless.core.request import Request
-    from gapless.scheduler.scheduler import SchedulerLimits
+    from gapless.scheduler.limits import SchedulerLimits
 
 VOCAB_SIZE = 11
 CONV_WIDTH = 4

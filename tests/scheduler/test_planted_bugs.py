@@ -6,16 +6,18 @@ The same programs are right unbroken, so it is the rule that the failures are ab
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from gapless.cache.device import DeviceTier
+from gapless.cache.host import HostTier
 from gapless.cache.manager import CacheManager
 from gapless.cache.pages import largest_reserved_len, reserved_len
 from gapless.cache.prefix import PrefixCache
 from gapless.core.draft_shape import TreeShape
 from gapless.core.request import Request
-from gapless.scheduler.scheduler import Scheduler
+from gapless.scheduler.unread import UnreadSteps
 from tests.scheduler.driver import run_program
 from tests.scheduler.hash_device import Flaw
 
@@ -165,7 +167,7 @@ def test_newest_token_is_committed(window: int, monkeypatch: pytest.MonkeyPatch)
 @every_window
 def test_run_ahead_of_two(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert goes_wrong(window, run_ahead=2), "the scheduler asserts a run-ahead of 1"
-    monkeypatch.setattr("gapless.scheduler.scheduler.RUN_AHEAD", 2)
+    monkeypatch.setattr("gapless.scheduler.unread.RUN_AHEAD", 2)
     assert goes_wrong(window, run_ahead=2), "the reservation is for a run-ahead of 1"
     monkeypatch.setattr("gapless.cache.manager.reserved_len", reserved_len_less(-window))
     assert not goes_wrong(window, run_ahead=2)
@@ -181,10 +183,10 @@ def test_readmitted_before_its_step_is_read(window: int, monkeypatch: pytest.Mon
     With a run-ahead of 1 a request could be readmitted too early only in the call that retracts
     it, and there the pages that it gave up are taken.
     """
-    monkeypatch.setattr("gapless.scheduler.scheduler.RUN_AHEAD", 2)
+    monkeypatch.setattr("gapless.scheduler.unread.RUN_AHEAD", 2)
     monkeypatch.setattr("gapless.cache.manager.reserved_len", reserved_len_less(-window))
     assert not goes_wrong(window, run_ahead=2, num_programs=400)
-    monkeypatch.setattr(Scheduler, "_is_read", lambda _self, _request: True)
+    monkeypatch.setattr(UnreadSteps, "names", lambda _self, _request: False)
     assert goes_wrong(window, run_ahead=2, num_programs=400)
 
 
@@ -205,8 +207,8 @@ def test_mtp_state_is_not_of_the_prefix(window: int, flaw: Flaw) -> None:
 
 @every_window
 def test_planned_rows_are_not_locked(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PrefixCache, "lock_row", lambda _self, _node: None)
-    monkeypatch.setattr(PrefixCache, "unlock_row", lambda _self, _node: None)
+    monkeypatch.setattr(DeviceTier, "lock_row", lambda _self, _node: None)
+    monkeypatch.setattr(DeviceTier, "unlock_row", lambda _self, _node: None)
     assert goes_wrong(window)
 
 
@@ -270,13 +272,19 @@ def test_host_copies_count_before_they_arrive(window: int, monkeypatch: pytest.M
 @every_window
 def test_what_is_being_copied_is_not_locked(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Evicted under the copy, in spite of the locks that it took."""
-    may_leave = PrefixCache._may_leave
+    make, may_leave = HostTier.__init__, DeviceTier._may_leave
+    tiers: list[HostTier] = []
 
-    def loose(self: PrefixCache, node: Node) -> bool:
-        storing = self._host.storing if self._host is not None else []
+    def recorded(self: HostTier, *args: Any, **sizes: Any) -> None:
+        make(self, *args, **sizes)
+        tiers.append(self)
+
+    def loose(self: DeviceTier, node: Node) -> bool:
+        storing = [stored for tier in tiers[-1:] for stored in tier.storing]
         if not any(node in stored.path() for stored in storing):
             return may_leave(self, node)
         return node.is_warm and not node.num_warm_children
 
-    monkeypatch.setattr(PrefixCache, "_may_leave", loose)
+    monkeypatch.setattr(HostTier, "__init__", recorded)
+    monkeypatch.setattr(DeviceTier, "_may_leave", loose)
     assert goes_wrong(window, num_programs=200)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gapless.core.request import FinishReason, Request, Status
-from gapless.scheduler.scheduler import SchedulerLimits
+from gapless.scheduler.limits import SchedulerLimits
 from tests.scheduler.driver import Driver, make_request
 from tests.scheduler.hash_device import VOCAB_SIZE, Sizes
 

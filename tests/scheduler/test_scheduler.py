@@ -7,7 +7,8 @@ import pytest
 
 from gapless.core.plan import Delta, StepPlan, StepResult
 from gapless.core.request import FinishReason, Request, Status
-from gapless.scheduler.scheduler import Scheduler, SchedulerLimits
+from gapless.scheduler.limits import SchedulerLimits
+from gapless.scheduler.scheduler import Scheduler
 from tests.scheduler.driver import make_request
 
 PROMPT = tuple(range(20, 40))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gapless.core.request import FinishReason
-from gapless.scheduler.scheduler import SchedulerLimits
+from gapless.scheduler.limits import SchedulerLimits
 from tests.scheduler.driver import Driver, make_request
 from tests.scheduler.hash_device import VOCAB_SIZE, Sizes
 

@@ -6,18 +6,15 @@ otherwise, which is logged once per reason. The choice reads shapes only: no syn
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from gapless.ops.causal_conv import reference
+from gapless.ops.fallback import log_fallback
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["causal_conv", "convolve_window"]
-
-_logger = logging.getLogger(__name__)
 
 
 def causal_conv(
@@ -35,7 +32,7 @@ def causal_conv(
         reason = triton.unsupported(source)
         if reason is None:
             return triton.causal_conv(source, taps, weight, bias, activation=activation)
-        _log_fallback(reason)
+        log_fallback("short convolution runs", reason)
     return reference.causal_conv(source, taps, weight, bias, activation=activation)
 
 
@@ -59,12 +56,7 @@ def convolve_window(
             return triton.convolve_window(
                 inputs, ring, write, taps, weight, bias, num_rows=num_rows, activation=activation
             )
-        _log_fallback(reason)
+        log_fallback("short convolution runs", reason)
     return reference.convolve_window(
         inputs, ring, write, taps, weight, bias, num_rows=num_rows, activation=activation
     )
-
-
-@cache
-def _log_fallback(reason: str) -> None:
-    _logger.info("short convolution runs on torch operations: no kernel for %s", reason)

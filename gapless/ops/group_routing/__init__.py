@@ -1,10 +1,15 @@
-"""Choice of experts from the best groups of them; CUDA tensors go to the router's kernel."""
+"""Choice of experts from the best groups of them.
+
+CUDA tensors go to the router's kernel where it serves them, and to the torch definition otherwise,
+which is logged once.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from gapless.core.specs.feed_forward import Scoring
+from gapless.ops.fallback import log_fallback
 from gapless.ops.group_routing import reference
 
 if TYPE_CHECKING:
@@ -24,7 +29,8 @@ def route_in_groups(
     if logits.is_cuda:
         from gapless.ops.moe import triton
 
-        if triton.unsupported_logits(logits) is None:
+        reason = triton.unsupported_logits(logits)
+        if reason is None:
             assert (bias is None) == (spec.scoring is Scoring.SOFTMAX), (
                 "a sigmoid router has a bias"
             )
@@ -37,4 +43,5 @@ def route_in_groups(
                 scale=spec.scale,
                 sum_eps=spec.sum_eps,
             )
+        log_fallback("experts run", reason)
     return reference.route_in_groups(logits, bias, spec)

@@ -21,7 +21,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
+
+    from gapless.ops.paged_attention import PackedSegment
 
 
 def window_latent_attention(
@@ -50,7 +54,7 @@ def prefill_latent_attention(
     q: Tensor,  # [T, H, C], absorbed
     pool: Tensor,  # [entries, C]
     kv_read: Tensor,  # [S_total] int64 entries
-    segments: tuple[tuple[int, int, int, int], ...],  # (q_start, q_end, kv_start, kv_end) each
+    segments: Sequence[PackedSegment],
     scale: float,
     *,
     value_dim: int,  # R

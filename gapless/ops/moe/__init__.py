@@ -6,18 +6,15 @@ otherwise, which is logged once per reason. The choice reads shapes only: no syn
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from gapless.ops.fallback import log_fallback
 from gapless.ops.moe import reference
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["Shared", "mix_experts", "route", "takes_shared"]
-
-_logger = logging.getLogger(__name__)
 
 
 def route(
@@ -33,7 +30,7 @@ def route(
         reason = triton.unsupported_logits(logits)
         if reason is None:
             return triton.route(logits, num_active, renormalises=renormalises)
-        _log_fallback(reason)
+        log_fallback("experts run", reason)
     return reference.route(logits, num_active, renormalises=renormalises)
 
 
@@ -58,17 +55,18 @@ def mix_experts(
     x: Tensor,  # [T, D]
     weights: Tensor,  # [T, k] acc dtype
     experts: Tensor,  # [T, k] int64, ascending in each row
-    gate_up: Tensor,  # [E, 2 I, D], gate first
+    gate_up: Tensor,  # [E, 2 I, D], gate first, or without gates [E, I, D]
     down: Tensor,  # [E, D, I]
     *,
     live: Tensor | None = None,  # [T] bool: tokens that are routed at all; None is all of them
-    extra: tuple[Tensor, Tensor | None] | None = None,  # term [T, D] and gate [T, 1]
     shared: Shared | None = None,  # where `takes_shared`
+    extra: tuple[Tensor, Tensor | None] | None = None,  # elsewhere: term [T, D] and gate [T, 1]
 ) -> Tensor:  # [T, D] in x's dtype
     """Return the weighted sum of every token's chosen experts. Contract: `reference.mix_experts`.
 
-    `shared` adds a shared expert; `extra` one that was run before, term * sigmoid(gate). Rows that
-    are not live are zeros, and no expert is read for them on a GPU.
+    `shared` adds an expert that every token has; `extra` is what one that was run before adds,
+    term * sigmoid(gate), or the term where there is no gate. Rows that are not live are zeros, and
+    no expert is read for them on a GPU.
     """
     if x.is_cuda:
         from gapless.ops.moe import triton
@@ -78,12 +76,7 @@ def mix_experts(
             return triton.mix_experts(
                 x, weights, experts, gate_up, down, live=live, extra=extra, shared=shared
             )
-        _log_fallback(reason)
+        log_fallback("experts run", reason)
     assert shared is None, "a shared expert is run before"
     out = reference.mix_experts(x, weights, experts, gate_up, down)
     return reference.finish(out, live, extra)
-
-
-@cache
-def _log_fallback(reason: str) -> None:
-    _logger.info("experts run on torch operations: no kernel for %s", reason)

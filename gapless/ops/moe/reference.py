@@ -1,14 +1,15 @@
 """Sparse mixture of experts; the definition, and the CPU path.
 
     p = softmax(x W_router^T),  chosen = top-k of p,  y = sum_{e chosen} p_e expert_e(x)
-    expert_e(x) = down_e(silu(gate_e(x)) * up_e(x))
+    expert_e(x) = down_e(silu(gate_e(x)) * up_e(x)), or without gates down_e(relu(up_e(x)) ** 2)
 
 (Shazeer et al. 2017, "Outrageously Large Neural Networks", equation 1, with the softmax taken
 before the choice.)
 
 Rows are independent: none reads another, so whatever lies in a padded row, NaN too, stays there.
 A kernel that groups rows by expert must keep that, and may route padded rows to no expert. Each
-row sums its experts in ascending id, whatever else is in the batch.
+row sums its experts in ascending id, whatever else is in the batch. Nothing waits for the device:
+which experts are chosen decides no shape.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def mix_experts(
     x: Tensor,  # [T, D]
     weights: Tensor,  # [T, k] acc dtype
     experts: Tensor,  # [T, k] int64, ascending in each row
-    gate_up: Tensor,  # [E, 2 I, D], gate first
+    gate_up: Tensor,  # [E, 2 I, D], gate first, or without gates [E, I, D]
     down: Tensor,  # [E, D, I]
 ) -> Tensor:  # [T, D] in x's dtype
     """Return the weighted sum of every token's chosen experts, rounded once, at the end.
@@ -72,7 +73,7 @@ def mix_gathered(
     chosen = experts.view(-1)
     rows = x.repeat_interleave(experts.shape[1], 0)[..., None]
     projected = torch.bmm(gate_up.index_select(0, chosen), rows)
-    hidden = _gated(projected.squeeze(-1))
+    hidden = _activated(projected.squeeze(-1), down.shape[2])
     outputs = torch.bmm(down.index_select(0, chosen), hidden[..., None])
     weighted = outputs.view(*experts.shape, -1) * weights[..., None]
     total, *others = weighted.unbind(1)
@@ -91,8 +92,8 @@ def mix_dense(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down
     )
     out = weights.new_zeros(x.shape)
     for expert in range(num_experts):
-        output = F.linear(_gated(F.linear(x, gate_up[expert])), down[expert])
-        term = output * weight_of[:, expert, None]
+        hidden = _activated(F.linear(x, gate_up[expert]), down.shape[2])
+        term = F.linear(hidden, down[expert]) * weight_of[:, expert, None]
         # selected, not multiplied: zero times infinity is NaN
         out += term.masked_fill_(~is_chosen[:, expert, None], 0.0)
     return out.to(x.dtype)
@@ -106,6 +107,9 @@ def finish(out: Tensor, live: Tensor | None, extra: tuple[Tensor, Tensor | None]
     return out if live is None else out.masked_fill(~live[:, None], 0.0)
 
 
-def _gated(projected: Tensor) -> Tensor:  # [N, 2 I] -> [N, I]
+def _activated(projected: Tensor, size: int) -> Tensor:  # [N, 2 I] or [N, I] -> [N, I]
+    """Gate by SiLU, or square what is positive of `size` features, which are ups alone."""
+    if projected.shape[1] == size:
+        return F.relu(projected).square()
     gate, up = projected.chunk(2, dim=-1)
     return F.silu(gate) * up

@@ -8,21 +8,20 @@ a few ranges of pairs, not for each number.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 
 from gapless.ops.chaining import chained
-from gapless.ops.moe.kernels import (
+from gapless.ops.moe.gathered_kernels import _gathered_down_kernel, _gathered_up_kernel
+from gapless.ops.moe.grouped_kernels import (
     _combine_kernel,
-    _gathered_down_kernel,
-    _gathered_up_kernel,
     _grouped_down_kernel,
     _grouped_up_kernel,
-    _route_kernel,
     _sort_kernel,
 )
+from gapless.ops.moe.route_kernel import _route_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,7 +70,7 @@ class Groups:
     number_open: int = 1
 
 
-# chosen with `python -m benchmarks.gpu.small_ops --gathered-sweep`
+# chosen with `python -m benchmarks.gpu.experts --gathered-sweep`
 GATHERED = GatheredTiling(4, 1024, 4, 1, 4, 8)
 
 
@@ -145,19 +144,18 @@ def mix_experts(
     x: Tensor,  # [T, D], rows may be strided
     weights: Tensor,  # [T, k] float32
     experts: Tensor,  # [T, k] int64
-    gate_up: Tensor,  # [E, 2 I, D], or [E, I, D] of experts without gates
+    gate_up: Tensor,  # [E, 2 I, D], gate first, or without gates [E, I, D]
     down: Tensor,  # [E, D, I]
     *,
     live: Tensor | None = None,  # [T] bool
-    extra: tuple[Tensor, Tensor | None] | None = None,  # [T, D], [T, 1]
-    shared: Shared | None = None,
+    extra: tuple[Tensor, Tensor | None] | None = None,  # [T, D], [T, 1]; with many pairs
+    shared: Shared | None = None,  # with few
 ) -> Tensor:  # [T, D] in x's dtype
-    """See `mix_experts` of the package; without gates, that of `squared_relu_moe`."""
+    """See `mix_experts` of the package."""
     if gathers(experts):
-        return mix_gathered(
-            x, weights, experts, gate_up, down, live=live, extra=extra, shared=shared
-        )
-    assert shared is None, "a shared expert runs with gathered pairs, or apart"
+        assert extra is None, "a shared expert runs with gathered pairs"
+        return mix_gathered(x, weights, experts, gate_up, down, live=live, shared=shared)
+    assert shared is None, "a shared expert runs before grouped pairs"
     return mix_grouped(x, weights, experts, gate_up, down, live=live, extra=extra)
 
 
@@ -174,7 +172,6 @@ def mix_gathered(
     down: Tensor,
     *,
     live: Tensor | None = None,
-    extra: tuple[Tensor, Tensor | None] | None = None,
     shared: Shared | None = None,
     tiling: GatheredTiling = GATHERED,
 ) -> Tensor:
@@ -185,7 +182,6 @@ def mix_gathered(
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     if not num_tokens:
         return out
-    assert extra is None or shared is None, "a shared expert is run here or was run before"
     num_shared = 0
     shared_up, shared_down, shared_gate = gate_up, down, None
     if shared is not None:
@@ -220,7 +216,7 @@ def mix_gathered(
         **chained(x),
     )
     block_active = triton.next_power_of_2(num_active)
-    term = _Extra.of(extra if shared is None else (out, shared_gate), out)
+    gate = out if shared_gate is None else shared_gate
     _gathered_down_kernel[num_tokens, triton.cdiv(size, tiling.block_down)](
         hidden,
         weights,
@@ -228,7 +224,9 @@ def mix_gathered(
         alive,
         down,
         shared_down,
-        *term.arguments,
+        gate,
+        out,
+        gate.stride(0),
         D=size,
         INNER=inner,
         K=num_active,
@@ -239,8 +237,7 @@ def mix_gathered(
         BLOCK_D=tiling.block_down,
         BLOCK_S=min(1024, triton.next_power_of_2(num_shared)) if num_shared else 1,
         HAS_LIVE=has_live,
-        HAS_EXTRA=extra is not None,
-        HAS_GATE=term.has_gate,
+        HAS_GATE=shared_gate is not None,
         num_warps=tiling.down_warps,
         **chained(x),
     )
@@ -314,18 +311,23 @@ def mix_grouped(
         hidden, starts, order, down, terms, BLOCK_N=tiling.block_down, **sizes
     )
     block_d = min(1024, triton.next_power_of_2(size))
-    term = _Extra.of(extra, out)
+    term, extra_gate = extra or (out, None)
+    gate = out if extra_gate is None else extra_gate
     _combine_kernel[num_tokens, triton.cdiv(size, block_d)](
         terms,
         weights,
         alive,
-        *term.arguments,
+        term,
+        gate,
+        out,
+        term.stride(0),
+        gate.stride(0),
         D=size,
         K=num_active,
         BLOCK_D=block_d,
         HAS_LIVE=has_live,
         HAS_EXTRA=extra is not None,
-        HAS_GATE=term.has_gate,
+        HAS_GATE=extra_gate is not None,
         num_warps=4,
         **chained(x),
     )
@@ -343,19 +345,6 @@ def num_parts(up: Tensor, down: Tensor) -> int:
 def _alive(live: Tensor | None, stand_in: Tensor) -> tuple[Tensor, bool]:
     """Return what the kernels read, and whether they do."""
     return (stand_in, False) if live is None else (live.view(torch.uint8), True)
-
-
-class _Extra(NamedTuple):
-    """What the kernels are given of a further term and its gate, and of the output."""
-
-    arguments: tuple[Any, ...]
-    has_gate: bool
-
-    @classmethod
-    def of(cls, extra: tuple[Tensor, Tensor | None] | None, out: Tensor) -> _Extra:
-        term, gate = extra or (out, None)
-        gates = out if gate is None else gate
-        return cls((term, gates, out, term.stride(0), gates.stride(0)), gate is not None)
 
 
 def _assert_layout(x: Tensor, *contiguous: Tensor) -> None:

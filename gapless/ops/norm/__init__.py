@@ -6,18 +6,15 @@ otherwise, which is logged once per reason. The choice reads shapes only: no syn
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from typing import TYPE_CHECKING, Literal
 
+from gapless.ops.fallback import log_fallback
 from gapless.ops.norm import reference
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["add_rms_norm", "gated_rms_norm", "rms_norm"]
-
-_logger = logging.getLogger(__name__)
 
 
 def rms_norm(
@@ -32,7 +29,7 @@ def rms_norm(
         reason = triton.unsupported(x, weight)
         if reason is None:
             return triton.rms_norm(x, weight, eps)
-        _log_fallback(reason)
+        log_fallback("norms run", reason)
     return reference.rms_norm(x, weight, eps)
 
 
@@ -49,7 +46,7 @@ def add_rms_norm(
         reason = triton.unsupported(x, weight)
         if reason is None:
             return triton.add_rms_norm(x, term, weight, eps)
-        _log_fallback(reason)
+        log_fallback("norms run", reason)
     return reference.add_rms_norm(x, term, weight, eps)
 
 
@@ -68,10 +65,5 @@ def gated_rms_norm(
         reason = triton.unsupported(x, weight)
         if reason is None:
             return triton.gated_rms_norm(x, gate, weight, eps, activation=activation)
-        _log_fallback(reason)
+        log_fallback("norms run", reason)
     return reference.gated_rms_norm(x, gate, weight, eps, activation=activation)
-
-
-@cache
-def _log_fallback(reason: str) -> None:
-    _logger.info("norms run on torch operations: no kernel for %s", reason)

@@ -6,13 +6,27 @@ of the segment, are in the pool before these functions read it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
+
+
+class PackedSegment(NamedTuple):
+    """Which of a prefill chunk's packed queries attend to which of its packed reads.
+
+    Both are of one request, in order of position, and the last query is at the last read.
+    """
+
+    q_start: int
+    q_end: int
+    kv_start: int
+    kv_end: int
 
 
 def window_attention(
@@ -39,7 +53,7 @@ def prefill_attention(
     q: Tensor,  # [T, H, D]
     pool: Tensor,  # [entries, 2, KVH, D]
     kv_read: Tensor,  # [S_total] int64 entries
-    segments: tuple[tuple[int, int, int, int], ...],  # (q_start, q_end, kv_start, kv_end) each
+    segments: Sequence[PackedSegment],
     scale: float,
 ) -> Tensor:  # [T, H, D] in q's dtype
     """Return causal attention of packed segments; a segment's last query sees all its keys.

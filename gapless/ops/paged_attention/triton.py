@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gapless.ops.draft_tree import TreeMask
+    from gapless.ops.paged_attention import PackedSegment
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 DTYPES = ("bfloat16", "float16", "float32")
@@ -221,7 +222,7 @@ def tree_arguments(tree: TreeMask | None, positions: Tensor) -> tuple[Tensor, Te
 
 
 def prefill_tiles(
-    segments: Sequence[tuple[int, int, int, int]],  # (q_start, q_end, kv_start, kv_end) each
+    segments: Sequence[PackedSegment],
     num_tokens: int,  # of a tile
     count: int | None = None,  # tiles to return, empty ones after those of the segments
 ) -> np.ndarray:  # [tiles, 4] int32: first token, token after the last, kv_start, offset

@@ -8,15 +8,34 @@ import triton.language as tl
 
 
 @triton.jit
-def _send(b_word, addresses, offset, o_word, mask, call, RANK: tl.constexpr, WORLD: tl.constexpr):
-    """Write words [BLOCK] into the mailboxes that the other ranks keep for this one."""
-    b_entry = (call.to(tl.int64) << 32) | (b_word.to(tl.int64) & 0xFFFFFFFF)
+def _send(
+    x,
+    addresses,
+    num_calls,
+    o_word,
+    mask,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    CAPACITY: tl.constexpr,
+):
+    """Write words [BLOCK] of the message into the mailboxes that the other ranks keep for this one.
+
+    Return the program's call number, the words, and the mailbox where rank 0's arrive; those of the
+    other ranks follow, CAPACITY entries each. Calls take turns with two sets of mailboxes.
+    """
+    call = tl.load(num_calls + tl.program_id(0)) + 1
+    b_own = tl.load(x + o_word, mask=mask, other=0)
+    turn = (call & 1) * (WORLD * CAPACITY)
+    offset = turn + RANK * CAPACITY
+    b_entry = (call.to(tl.int64) << 32) | (b_own.to(tl.int64) & 0xFFFFFFFF)
     for step in tl.static_range(1, WORLD):
         # ranks begin with different peers, so that no link is everybody's first
         base = tl.load(addresses + (RANK + step) % WORLD).to(tl.pointer_type(tl.int64))
         tl.store(base + offset + o_word, b_entry, mask=mask)
     # what is sent must be under way before anything is awaited
     tl.debug_barrier()
+    own = tl.load(addresses + RANK).to(tl.pointer_type(tl.int64)) + turn
+    return call, b_own, own
 
 
 @triton.jit
@@ -70,14 +89,9 @@ def _peer_sum_kernel(
     POLLS: tl.constexpr,
 ):
     """Sum messages of 32-bit words that hold one value of DTYPE each, or two of half the size."""
-    i_program = tl.program_id(0)
-    o_word = i_program * BLOCK + tl.arange(0, BLOCK)
+    o_word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = o_word < num_words
-    call = tl.load(num_calls + i_program) + 1
-    b_own = tl.load(x + o_word, mask=mask, other=0)
-    turn = (call & 1) * (WORLD * CAPACITY)
-    _send(b_own, addresses, turn + RANK * CAPACITY, o_word, mask, call, RANK, WORLD)
-    own = tl.load(addresses + RANK).to(tl.pointer_type(tl.int64)) + turn
+    call, b_own, own = _send(x, addresses, num_calls, o_word, mask, RANK, WORLD, CAPACITY)
     b_first = tl.zeros([BLOCK], dtype=tl.float32)
     b_second = tl.zeros([BLOCK], dtype=tl.float32)
     for source in tl.static_range(WORLD):
@@ -95,7 +109,7 @@ def _peer_sum_kernel(
     else:
         b_out = _to_half(b_first, DTYPE) | (_to_half(b_second, DTYPE) << 16)
     tl.store(out + o_word, b_out, mask=mask)
-    tl.store(num_calls + i_program, call)
+    tl.store(num_calls + tl.program_id(0), call)
 
 
 # any size of message is served by one compiled kernel
@@ -115,14 +129,9 @@ def _peer_gather_kernel(
     POLLS: tl.constexpr,
 ):
     """Put messages of 32-bit words side by side, row by row."""
-    i_program = tl.program_id(0)
-    o_word = i_program * BLOCK + tl.arange(0, BLOCK)
+    o_word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = o_word < num_words
-    call = tl.load(num_calls + i_program) + 1
-    b_own = tl.load(x + o_word, mask=mask, other=0)
-    turn = (call & 1) * (WORLD * CAPACITY)
-    _send(b_own, addresses, turn + RANK * CAPACITY, o_word, mask, call, RANK, WORLD)
-    own = tl.load(addresses + RANK).to(tl.pointer_type(tl.int64)) + turn
+    call, b_own, own = _send(x, addresses, num_calls, o_word, mask, RANK, WORLD, CAPACITY)
     p_out = out + o_word // row_words * (WORLD * row_words) + o_word % row_words
     for source in tl.static_range(WORLD):
         if source == RANK:
@@ -130,4 +139,4 @@ def _peer_gather_kernel(
         else:
             b_word = _await(own + source * CAPACITY + o_word, mask, call, is_stopped, POLLS)
         tl.store(p_out + source * row_words, b_word, mask=mask)
-    tl.store(num_calls + i_program, call)
+    tl.store(num_calls + tl.program_id(0), call)

@@ -6,18 +6,15 @@ which is logged once per reason. The choice reads shapes only: no sync.
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from typing import TYPE_CHECKING
 
+from gapless.ops.fallback import log_fallback
 from gapless.ops.silu_mul import reference
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["silu_mul"]
-
-_logger = logging.getLogger(__name__)
 
 
 def silu_mul(
@@ -30,10 +27,5 @@ def silu_mul(
         reason = triton.unsupported(gate_up)
         if reason is None:
             return triton.silu_mul(gate_up)
-        _log_fallback(reason)
+        log_fallback("the gated activation runs", reason)
     return reference.silu_mul(gate_up)
-
-
-@cache
-def _log_fallback(reason: str) -> None:
-    _logger.info("the gated activation runs on torch operations: no kernel for %s", reason)

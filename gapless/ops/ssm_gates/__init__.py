@@ -6,10 +6,9 @@ otherwise, which is logged once per reason. The choice reads shapes only: no syn
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from typing import TYPE_CHECKING
 
+from gapless.ops.fallback import log_fallback
 from gapless.ops.ssm_gates import reference
 
 if TYPE_CHECKING:
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from gapless.core.specs.linear import GateOrder
 
 __all__ = ["discretise", "skip_gate_norm"]
-
-_logger = logging.getLogger(__name__)
 
 
 def discretise(
@@ -37,7 +34,7 @@ def discretise(
         reason = triton.unsupported_type(x, dt_bias)
         if reason is None:
             return triton.discretise(x, dt, dt_bias, neg_decay_rate, limit=limit)
-        _log_fallback(reason)
+        log_fallback("Mamba-2's gates run", reason)
     return reference.discretise(x, dt, dt_bias, neg_decay_rate, limit=limit)
 
 
@@ -61,12 +58,7 @@ def skip_gate_norm(
             return triton.skip_gate_norm(
                 out, x, z, skip, weight, eps=eps, num_groups=num_groups, order=order
             )
-        _log_fallback(reason)
+        log_fallback("Mamba-2's gates run", reason)
     return reference.skip_gate_norm(
         out, x, z, skip, weight, eps=eps, num_groups=num_groups, order=order
     )
-
-
-@cache
-def _log_fallback(reason: str) -> None:
-    _logger.info("Mamba-2's gates run on torch operations: no kernel for %s", reason)
