@@ -307,7 +307,7 @@ def tilings(device: torch.device) -> list[dict[str, Any]]:
     """Time the scan of states alone, by tiling: of one long segment, and of many."""
     torch.manual_seed(0)
     found = []
-    for shape, name in product(SHAPES, ("1x8192", "32x256")):
+    for shape, name in product(SHAPES, ("1x8192", "8x256", "32x256")):
         problem = Problem(shape, PACKINGS[name], None, device)
         tokens, is_kda = problem.inputs[0].shape[0], shape.recurrence is Recurrence.KIMI_DELTA
         key, value = (shape.key_heads, shape.key_dim), (shape.value_heads, shape.key_dim)
@@ -317,7 +317,7 @@ def tilings(device: torch.device) -> list[dict[str, Any]]:
         )
         g = -torch.rand(tokens, shape.value_heads, *[shape.key_dim] * is_kda, device=device)
         inputs = (k, decayed_k if is_kda else None, w, u, g)
-        for block_v, num_warps, num_stages in product((32, 64), (2, 4), (2, 3)):
+        for block_v, num_warps, num_stages in product((16, 32, 64), (2, 4), (2, 3)):
             tiling = scan.ScanTiling(block_v, num_warps, num_stages)
             us = _time_us(
                 lambda t=tiling, p=problem, x=inputs: scan.scan_chunks(

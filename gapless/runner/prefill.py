@@ -52,6 +52,9 @@ LOGPROB_ROWS = 256
 # a room's segments: one for so many tokens, within these bounds; each is a row to sample and draft
 TOKENS_PER_SEGMENT = 64
 FEWEST_SEGMENTS, MOST_SEGMENTS = 8, 32
+# a segment of more tokens than this has rooms of its own: scans of one know that nothing fills the
+# device beside them
+TOKENS_BESIDE = 1024
 SNAPSHOTS_PER_SEGMENT = 3
 # on a GPU one graph serves greedy and drawn rows: its kernels look at each row
 GPU_MODES = (SamplingMode.DRAWN,)
@@ -389,8 +392,9 @@ def _rooms(device: Device, config: Config, lacks: str | None) -> tuple[PrefillRo
     rooms = []
     for tokens in config.prefill_buckets:
         wanted = min(MOST_SEGMENTS, max(FEWEST_SEGMENTS, tokens // TOKENS_PER_SEGMENT))
-        segments = min(wanted, tokens, config.max_running_requests)
-        rooms.append(PrefillRoom(tokens, segments, SNAPSHOTS_PER_SEGMENT * segments))
+        most = min(wanted, tokens, config.max_running_requests)
+        for segments in sorted({most, 1} if tokens > TOKENS_BESIDE else {most}):
+            rooms.append(PrefillRoom(tokens, segments, SNAPSHOTS_PER_SEGMENT * segments))
     return tuple(rooms)
 
 

@@ -18,11 +18,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from gapless.ops.linear_chunk.kernels import _scan_kernel
-from gapless.ops.linear_chunk.scan import TILING
+from gapless.ops.linear_chunk.scan import tiling_of
 
-is_per_channel, state = sys.argv[1] == "channel", sys.argv[2]
+is_per_channel, state, num_segments = sys.argv[1] == "channel", sys.argv[2], int(sys.argv[3])
+tiling = tiling_of(num_segments, is_per_channel=is_per_channel)
 values = dict(
-    H=32 if is_per_channel else 16, HV=32, K=128, V=128, BT=64, BK=128, BV=TILING.block_v,
+    H=32 if is_per_channel else 16, HV=32, K=128, V=128, BT=64, BK=128, BV=tiling.block_v,
     IS_PER_CHANNEL=is_per_channel, CHAINED=True,
 )
 types = dict.fromkeys(("k", "decayed_k", "w", "u", "h", "d"), "bf16")
@@ -36,26 +37,29 @@ for index, name in enumerate(_scan_kernel.arg_names):
         hints[(index,)] = [["tt.divisibility", 16]]
 made = triton.compile(
     ASTSource(_scan_kernel, signature, constants, hints), target=GPUTarget("cuda", 90, 32),
-    options=dict(num_warps=TILING.num_warps, num_stages=TILING.num_stages),
+    options=dict(num_warps=tiling.num_warps, num_stages=tiling.num_stages),
 )
 print(json.dumps({"shared": made.metadata.shared, "ttgir": made.asm["ttgir"]}))
 """
-# of a multiprocessor; two programs share it
+# of a multiprocessor, which programs of several segments share in twos
 SHARED_BYTES = 233472
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_segments", [1, 8])
 @pytest.mark.parametrize("state", ["fp32", "bf16"])
 @pytest.mark.parametrize("decay", ["head", "channel"])
-def test_scan_loads_ahead_though_states_are_stored_on_the_way(decay: str, state: str) -> None:
+def test_scan_loads_ahead_though_states_are_stored_on_the_way(
+    decay: str, state: str, num_segments: int
+) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, decay, state],
+        [sys.executable, "-c", PROGRAM, decay, state, str(num_segments)],
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    assert 2 * (found["shared"] + 1024) <= SHARED_BYTES
+    assert min(num_segments, 2) * (found["shared"] + 1024) <= SHARED_BYTES
     before, loop = found["ttgir"].split("= scf.for", 1)
     assert loop.count("= scf.while") == 1, "stops on the way are in the loop over chunks"
     # w, u and keys of a first chunk, and in the loop those of the next

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +13,7 @@ from gapless.core.request import Request
 from gapless.core.sampling_params import SamplingParams
 from gapless.runner import layout
 from gapless.runner.layout import PrefillRoom
-from gapless.runner.prefill import GPU_MODES, GPU_MODES_OF_RANKS
+from gapless.runner.prefill import GPU_MODES, GPU_MODES_OF_RANKS, _rooms
 from tests.runner.rig import (
     NAN,
     NUM_ROWS,
@@ -255,6 +256,16 @@ def with_params(running: Running, params: SamplingParams) -> Running:
         wants_prompt_logprobs=params.prompt_logprobs is not None,
     )  # fmt: skip
     return replace(running, request=request)
+
+
+def test_a_long_segment_alone_has_a_room_of_its_own() -> None:
+    device: Any = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+    config: Any = SimpleNamespace(prefill_buckets=(64, 2048), max_running_requests=20)
+    assert [(r.tokens, r.segments) for r in _rooms(device, config, None)] == [
+        (64, 8), (2048, 1), (2048, 20),
+    ]  # fmt: skip
+    config.max_running_requests = 1
+    assert [(r.tokens, r.segments) for r in _rooms(device, config, None)] == [(64, 1), (2048, 1)]
 
 
 def test_room_counts_tokens_segments_and_snapshots() -> None:

@@ -29,8 +29,16 @@ class ScanTiling:
     num_stages: int
 
 
-# one segment of 32 heads then fills the device
+# two programs share a multiprocessor
 TILING = ScanTiling(32, 4, 2)
+# by whether channels decay apart: the programs of 32 heads have a multiprocessor each, and all that
+# shortens a chunk shortens the whole
+ALONE = {False: ScanTiling(32, 4, 3), True: ScanTiling(16, 4, 2)}
+
+
+def tiling_of(num_segments: int, *, is_per_channel: bool) -> ScanTiling:
+    """Return the tiling of so many segments; chosen with `benchmarks.gpu.linear_chunk --tilings`."""
+    return ALONE[is_per_channel] if num_segments == 1 else TILING
 
 
 def scan_chunks(
@@ -43,13 +51,13 @@ def scan_chunks(
     indices: ScanIndices,
     *,
     chunk: int,
-    tiling: ScanTiling = TILING,
+    tiling: ScanTiling | None = None,
 ) -> tuple[Tensor, Tensor]:  # [C, HV, V, K] and [T, HV, V], in k's dtype
     """Return each chunk's first state and d; store the states at stops.
 
     Padded chunks and tokens get nothing. All inputs are contiguous. States are float32 from chunk
     to chunk; products are of k's type, those of float32 in IEEE arithmetic. No segment may write a
-    row that another one starts from.
+    row that another one starts from. `tiling` defaults to `tiling_of`.
     """
     from gapless.ops.chaining import chained
     from gapless.ops.linear_chunk.kernels import _scan_kernel
@@ -61,6 +69,7 @@ def scan_chunks(
     for x in (k, decayed_k, w, u, g, checkpoint):
         assert x.is_contiguous(), "inputs of the scan are contiguous"
     num_segments = indices.init_rows.shape[0]
+    tiling = tiling or tiling_of(num_segments, is_per_channel=is_per_channel)
     h = torch.empty(
         (indices.chunks.shape[0], heads, value_dim, key_dim), dtype=k.dtype, device=k.device
     )
