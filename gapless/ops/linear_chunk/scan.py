@@ -29,7 +29,7 @@ class ScanTiling:
     num_stages: int
 
 
-# two programs share a multiprocessor
+# chosen with `benchmarks.gpu.linear_chunk --tilings`; here two programs share a multiprocessor
 TILING = ScanTiling(32, 4, 2)
 # by whether channels decay apart: the programs of 32 heads have a multiprocessor each, and all that
 # shortens a chunk shortens the whole
@@ -37,7 +37,7 @@ ALONE = {False: ScanTiling(32, 4, 3), True: ScanTiling(16, 4, 2)}
 
 
 def tiling_of(num_segments: int, *, is_per_channel: bool) -> ScanTiling:
-    """Return the tiling of so many segments; chosen with `benchmarks.gpu.linear_chunk --tilings`."""
+    """Return the tiling for so many segments."""
     return ALONE[is_per_channel] if num_segments == 1 else TILING
 
 
