@@ -34,7 +34,7 @@ from gapless.ops.moe import reference as moe_reference
 from gapless.ops.moe import triton as moe
 from gapless.ops.norm import reference as norm_reference
 from gapless.ops.norm import triton as norm
-from gapless.ops.sampling import SamplingMode, SamplingRows, philox
+from gapless.ops.sampling import SamplingColumns, SamplingMode, SamplingRows, philox
 from gapless.ops.sampling import reference as sampling_reference
 from gapless.ops.sampling import triton as sampling
 from gapless.ops.silu_mul import reference as silu_reference
@@ -216,7 +216,7 @@ def sampling_rows(num_rows: int, device: torch.device, **values: float) -> Sampl
     """Return rows without filters at temperature 1, with seeds of their own."""
     column = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | values
     floats = {k: torch.full((num_rows,), float(v), device=device) for k, v in column.items()}
-    return SamplingRows(
+    columns = SamplingColumns(
         temperature=floats["temperature"],
         top_k=floats["top_k"].long(),
         top_p=floats["top_p"],
@@ -225,6 +225,7 @@ def sampling_rows(num_rows: int, device: torch.device, **values: float) -> Sampl
         min_len=torch.zeros(num_rows, dtype=torch.int64, device=device),
         stop_ids=torch.full((num_rows, 8), -1, device=device),
     )
+    return SamplingRows(columns, torch.arange(num_rows, device=device))
 
 
 FILTERS: dict[str, dict[str, float]] = {
@@ -272,9 +273,9 @@ def _unsteady(logits: Tensor) -> int:
     device, num_rows = logits.device, len(logits)
     positions = torch.arange(num_rows, device=device)
     rows = sampling_rows(num_rows, device, **FILTERS["all"])
-    rows.temperature[::3] = 0.0
-    rows.top_k[1::3] = 0
-    rows.top_p[2::4] = 1.0
+    rows.columns.temperature[::3] = 0.0
+    rows.columns.top_k[1::3] = 0
+    rows.columns.top_p[2::4] = 1.0
 
     def run(**options: int) -> Tensor:
         return sampling.sample(logits, positions, rows, mode=SamplingMode.DRAWN, **options)
@@ -283,7 +284,7 @@ def _unsteady(logits: Tensor) -> int:
     changed = sum(int((run(split=s) != together).sum()) for s in (1024, 4096))
     changed += int((run(capacity=16) != together).sum())
     for index in ([0], [1, 2, 5]):
-        part = SamplingRows(**{f.name: getattr(rows, f.name)[index] for f in fields(rows)})
+        part = replace(rows, slots=rows.slots[index])
         alone = sampling.sample(logits[index], positions[index], part, mode=SamplingMode.DRAWN)
         changed += int((alone != together[index]).sum())
     captured: list[Tensor] = []

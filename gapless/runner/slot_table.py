@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gapless.core.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from gapless.ops.acceptance import AcceptColumns
-from gapless.ops.sampling import EditRows, SamplingRows
+from gapless.ops.sampling import EditRows, SamplingColumns, SamplingRows
 from gapless.ops.step_metadata import Geometry, SlotColumns
 
 if TYPE_CHECKING:
@@ -80,24 +80,17 @@ class SlotTable:
         )
 
     def sampling_rows(self, slots: Tensor, *, repeat: int) -> SamplingRows:
-        """Gather the sampling columns of `slots` [B], each row `repeat` times in a row."""
-
-        def rows(column: Tensor) -> Tensor:
-            found = column.index_select(0, slots)
-            if repeat == 1:
-                return found
-            expanded = found[:, None].expand(found.shape[0], repeat, *found.shape[1:])
-            return expanded.reshape(-1, *found.shape[1:])
-
-        return SamplingRows(
-            temperature=rows(self.temperature),
-            top_k=rows(self.top_k),
-            top_p=rows(self.top_p),
-            min_p=rows(self.min_p),
-            seeds=rows(self.seeds),
-            min_len=rows(self.min_len),
-            stop_ids=rows(self.stop_ids),
+        """Name the parameters of `repeat` rows of logits for each of `slots` [B]."""
+        columns = SamplingColumns(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seeds=self.seeds,
+            min_len=self.min_len,
+            stop_ids=self.stop_ids,
         )
+        return SamplingRows(columns, slots, repeat)
 
     def edit_rows(self, slots: Tensor) -> EditRows:
         """Gather bias, penalties and counted tokens of `slots` [B]."""
