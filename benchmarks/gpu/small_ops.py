@@ -178,6 +178,7 @@ class Table:
             state_rows=rows,
             done=done,
             page_table=torch.randint(geometry.num_pages, (slots, 40), device=device),
+            window_tokens=torch.randint(VOCAB, (slots, window), device=device),
         )
         self.constants = StepConstants(geometry, device)
 
@@ -314,10 +315,13 @@ class Verified:
         self.slots = torch.randperm(self.null, device=device)[:rows]
         self.slots[rows - rows // 4 :] = self.null
         self.sampled = torch.randint(3, (rows, window), device=device)
+        self.emitted = torch.zeros(rows, 2 + window, dtype=torch.int64, device=device)
 
     def settle(self, op: Callable[..., Any], columns: AcceptColumns) -> Any:
         lengths = self.columns.seq_lens[self.slots]
-        return op(self.sampled, self.slots, lengths, lengths, columns, null_slot=self.null)
+        return op(
+            self.sampled, self.slots, lengths, lengths, columns, self.emitted, null_slot=self.null
+        )
 
 
 def _acceptance_results(device: torch.device) -> Iterator[dict[str, Any]]:
@@ -329,7 +333,7 @@ def _acceptance_results(device: torch.device) -> Iterator[dict[str, Any]]:
             settled = case.settle(op, columns)
             # any of the null rows' tokens may stay
             columns.window_tokens[case.null, 0] = 0
-            outcomes.append([*_tensors(settled), *_tensors(columns)])
+            outcomes.append([*_tensors(settled), *_tensors(columns), case.emitted.clone()])
         differing = sum(not torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
         name = f"settle_windows {rows} rows W={window}: tensors that differ"
         yield result(name, differing, 0)
@@ -555,7 +559,7 @@ def _acceptance_ops(device: torch.device) -> Iterator[Op]:
         lengths = case.columns.seq_lens[case.slots]
 
         def launch(op: Callable[..., Any], c: Verified = case, n: Tensor = lengths) -> object:
-            return op(c.sampled, c.slots, n, n, c.columns, null_slot=c.null)
+            return op(c.sampled, c.slots, n, n, c.columns, c.emitted, null_slot=c.null)
 
         kernel = [lambda run=launch: run(acceptance.settle_windows)] * 20
         chain = [lambda run=launch: run(acceptance_reference.settle_windows)] * 5

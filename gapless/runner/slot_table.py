@@ -43,9 +43,10 @@ class SlotTable:
             state_rows=column(geometry.null_row),
             done=column(1, dtype=torch.bool),
             page_table=column(geometry.null_page, num_page_columns),
+            window_tokens=column(0, geometry.max_window),
         )
-        self.window_tokens = column(0, geometry.max_window)
-        self.num_drafts = column(0)
+        # as many as there may be, unless the drafter counts them
+        self.num_drafts = column(geometry.max_window - 1)
         # of tree drafts: a bit for each node on the path to a node; a row of drafts to begin with
         self.draft_bits = column(0, geometry.max_window)
         self.draft_bits.copy_((2 << torch.arange(geometry.max_window, device=device)) - 1)
@@ -65,6 +66,11 @@ class SlotTable:
         # right for slots whose request has penalties, anything for the others
         self.in_prompt = column(0, vocab_size, dtype=torch.bool)
         self.output_counts = column(0, vocab_size, dtype=torch.int32)
+
+    @property
+    def window_tokens(self) -> Tensor:
+        """The newest token of each slot, then its drafts: [slots + 1, W_max] int64."""
+        return self.columns.window_tokens
 
     @property
     def accept_columns(self) -> AcceptColumns:
