@@ -50,8 +50,9 @@ class Device:
     """How drafts branch; None: windows are chains."""
     window_offsets: Tensor  # 0 .. W_max, so that no step makes them
     communicator: Communicator
-    forced_drafts: Tensor | None
-    """Drafts to keep, by position: acceptance is pretended, for benchmarks on made-up weights."""
+    forced_drafts: Tensor | None  # [4096] int64
+    """Drafts to keep, by the position of a window's first sample modulo 4096: acceptance is
+    pretended, for benchmarks on made-up weights."""
 
     @property
     def needs_cpu_seq_lens(self) -> bool:
@@ -98,7 +99,7 @@ def num_positions(config: Config) -> int:
 
 
 def _forced_drafts(mean_len: float | None, device: torch.device) -> Tensor | None:
-    """Drafts to keep at positions modulo 4096, so that steps emit as many tokens in the mean."""
+    """Return the drafts to keep so that steps emit `mean_len` tokens in the mean."""
     if mean_len is None:
         return None
     # the low bits of a multiplicative hash (Knuth) spread the remainder evenly
