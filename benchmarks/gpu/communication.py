@@ -24,7 +24,7 @@ from gapless.core.sampling_params import MAX_STOP_IDS
 from gapless.engine.worker import Workers
 from gapless.layers.logits import LogitShard
 from gapless.ops.peer_sum.reference import is_gathered, is_served
-from gapless.ops.sampling import SamplingMode, SamplingRows, shard_best
+from gapless.ops.sampling import SamplingColumns, SamplingMode, SamplingRows, shard_best
 from gapless.runner.choice import choose
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class RankFigures:
 
 def plain_rows(count: int) -> SamplingRows:
     """Rows with a temperature and without filters."""
-    return SamplingRows(
+    columns = SamplingColumns(
         temperature=torch.full((count,), 0.8, device="cuda"),
         top_k=torch.zeros(count, dtype=torch.int64, device="cuda"),
         top_p=torch.ones(count, device="cuda"),
@@ -115,6 +115,7 @@ def plain_rows(count: int) -> SamplingRows:
         min_len=torch.zeros(count, dtype=torch.int64, device="cuda"),
         stop_ids=torch.full((count, MAX_STOP_IDS), -1, device="cuda"),
     )
+    return SamplingRows(columns, torch.arange(count, device="cuda"))
 
 
 def time_us(call: Callable[[], Tensor]) -> float:

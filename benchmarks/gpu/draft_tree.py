@@ -92,12 +92,13 @@ class Steps:
             state_rows=torch.arange(slots, device=device),
             done=done,
             page_table=torch.cat([pages, torch.full_like(pages[:1], geometry.null_page)]),
+            window_tokens=draw(3, window),
         )
         self.accepted = AcceptColumns(
             seq_lens=seq_lens.clone(),
             checkpoint_len=self.columns.checkpoint_len.clone(),
             done=done.clone(),
-            window_tokens=draw(3, window),
+            window_tokens=self.columns.window_tokens.clone(),
             num_drafts=torch.full_like(seq_lens, window - 1),
             limit_len=seq_lens + 1 + draw(30),
             stop_ids=draw(90, 8),
@@ -121,7 +122,8 @@ class Steps:
         """Settle trees by a module's operation."""
         return module.settle_trees(
             sampled, indices.slots, indices.seq_lens, indices.fold_len, columns,
-            indices.ancestors, null_slot=self.geometry.null_slot,
+            sampled.new_empty(len(sampled), 2 + self.window), indices.ancestors,
+            null_slot=self.geometry.null_slot,
         )  # fmt: skip
 
     def moves(self, module: Any, indices: Any, settled: Any) -> Any:

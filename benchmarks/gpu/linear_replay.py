@@ -196,6 +196,7 @@ class Decoding:
             state_rows=row,
             done=~is_real,
             page_table=torch.zeros(rows + 1, 1, dtype=torch.int64, device=device),
+            window_tokens=torch.zeros(rows + 1, case.width, dtype=torch.int64, device=device),
         )
         self.constants = StepConstants(self.geometry, device)
         self.slots = torch.cat([row[:rows], row[rows:].expand(padded)])

@@ -8,7 +8,7 @@ Checks compare tokens and tables with the definitions. Times are those of `harne
 from __future__ import annotations
 
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from benchmarks.gpu.harness import Op, capture, main, num_launches, result, rota
 from gapless.ops.acceptance import AcceptColumns
 from gapless.ops.acceptance import reference as acceptance_reference
 from gapless.ops.acceptance import triton as acceptance
-from gapless.ops.sampling import SamplingMode, SamplingRows, philox
+from gapless.ops.sampling import SamplingColumns, SamplingMode, SamplingRows, philox
 from gapless.ops.sampling import reference as sampling_reference
 from gapless.ops.sampling import triton as sampling
 
@@ -48,7 +48,7 @@ def sampling_rows(num_rows: int, device: torch.device, **values: float) -> Sampl
     """Return rows without filters at temperature 1, with seeds of their own."""
     column = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | values
     floats = {k: torch.full((num_rows,), float(v), device=device) for k, v in column.items()}
-    return SamplingRows(
+    columns = SamplingColumns(
         temperature=floats["temperature"],
         top_k=floats["top_k"].long(),
         top_p=floats["top_p"],
@@ -57,6 +57,7 @@ def sampling_rows(num_rows: int, device: torch.device, **values: float) -> Sampl
         min_len=torch.zeros(num_rows, dtype=torch.int64, device=device),
         stop_ids=torch.full((num_rows, 8), -1, device=device),
     )
+    return SamplingRows(columns, torch.arange(num_rows, device=device))
 
 
 def peaked_logits(num_rows: int, device: torch.device) -> Tensor:
@@ -94,9 +95,9 @@ def _unsteady(logits: Tensor) -> int:
     device, num_rows = logits.device, len(logits)
     positions = torch.arange(num_rows, device=device)
     rows = sampling_rows(num_rows, device, **FILTERS["all"])
-    rows.temperature[::3] = 0.0
-    rows.top_k[1::3] = 0
-    rows.top_p[2::4] = 1.0
+    rows.columns.temperature[::3] = 0.0
+    rows.columns.top_k[1::3] = 0
+    rows.columns.top_p[2::4] = 1.0
 
     def run(**options: int) -> Tensor:
         return sampling.sample(logits, positions, rows, mode=SamplingMode.DRAWN, **options)
@@ -105,7 +106,7 @@ def _unsteady(logits: Tensor) -> int:
     changed = sum(int((run(split=s) != together).sum()) for s in (1024, 4096))
     changed += int((run(capacity=16) != together).sum())
     for index in ([0], [1, 2, 5]):
-        part = SamplingRows(**{f.name: getattr(rows, f.name)[index] for f in fields(rows)})
+        part = replace(rows, slots=rows.slots[index])
         alone = sampling.sample(logits[index], positions[index], part, mode=SamplingMode.DRAWN)
         changed += int((alone != together[index]).sum())
     captured: list[Tensor] = []
@@ -135,10 +136,13 @@ class Verified:
         self.slots = torch.randperm(self.null, device=device)[:rows]
         self.slots[rows - rows // 4 :] = self.null
         self.sampled = torch.randint(3, (rows, window), device=device)
+        self.emitted = torch.zeros(rows, 2 + window, dtype=torch.int64, device=device)
 
     def settle(self, op: Callable[..., Any], columns: AcceptColumns) -> Any:
         lengths = self.columns.seq_lens[self.slots]
-        return op(self.sampled, self.slots, lengths, lengths, columns, null_slot=self.null)
+        return op(
+            self.sampled, self.slots, lengths, lengths, columns, self.emitted, null_slot=self.null
+        )
 
 
 def _acceptance_results(device: torch.device) -> Iterator[dict[str, Any]]:
@@ -150,7 +154,7 @@ def _acceptance_results(device: torch.device) -> Iterator[dict[str, Any]]:
             settled = case.settle(op, columns)
             # any of the null rows' tokens may stay
             columns.window_tokens[case.null, 0] = 0
-            outcomes.append([*tensors_of(settled), *tensors_of(columns)])
+            outcomes.append([*tensors_of(settled), *tensors_of(columns), case.emitted.clone()])
         differing = sum(not torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
         name = f"settle_windows {rows} rows W={window}: tensors that differ"
         yield result(name, differing, 0)
@@ -162,7 +166,7 @@ def _acceptance_ops(device: torch.device) -> Iterator[Op]:
         lengths = case.columns.seq_lens[case.slots]
 
         def launch(op: Callable[..., Any], c: Verified = case, n: Tensor = lengths) -> object:
-            return op(c.sampled, c.slots, n, n, c.columns, null_slot=c.null)
+            return op(c.sampled, c.slots, n, n, c.columns, c.emitted, null_slot=c.null)
 
         kernel = [lambda run=launch: run(acceptance.settle_windows)] * 20
         chain = [lambda run=launch: run(acceptance_reference.settle_windows)] * 5

@@ -154,6 +154,7 @@ class Table:
             state_rows=rows,
             done=done,
             page_table=torch.randint(geometry.num_pages, (slots, 40), device=device),
+            window_tokens=torch.randint(1000, (slots, window), device=device),
         )
         self.constants = StepConstants(geometry, device)
 
@@ -178,6 +179,26 @@ def _metadata_results(device: torch.device) -> Iterator[dict[str, Any]]:
                 pairs = zip(tensors_of(found), tensors_of(wanted), strict=True)
                 differing += sum(not torch.equal(a, b) for a, b in pairs)
         yield result(f"window_indices W={window}: tensors that differ", differing, 0)
+        differing = sum(_drafting_differs(table, rows, window) for rows in (1, 33, 256))
+        yield result(f"indices of drafting W={window}: tensors that differ", differing, 0)
+
+
+def _drafting_differs(table: Table, rows: int, window: int) -> int:
+    slots, pages = table.slots(rows, rows // 2), table.columns.page_table
+    seq_lens = table.columns.seq_lens[slots]
+    lens = torch.randint(window + 1, (rows,), device=slots.device)
+    differing = 0
+    given = {
+        "extend_indices": ((slots, seq_lens, lens, pages, table.geometry), {"width": window}),
+        "draft_indices": ((slots, seq_lens, pages, table.geometry), {"count": window}),
+    }
+    for name, (args, sizes) in given.items():
+        found, wanted = (
+            getattr(module, name)(*args, **sizes) for module in (metadata, metadata_reference)
+        )
+        pairs = zip(tensors_of(found), tensors_of(wanted), strict=True)
+        differing += sum(not torch.equal(a, b) for a, b in pairs)
+    return differing
 
 
 def _norm_ops(device: torch.device) -> Iterator[Op]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gapless.ops.acceptance import Settled, SettledTrees, settle_trees, settle_windows
-from gapless.ops.draft_tree import compact, depths
+from gapless.ops.draft_tree import compact
 from gapless.ops.sampling import (
     EditRows,
     MaskRows,
@@ -40,6 +40,7 @@ class Verified:
     slots: Tensor  # [B]
     seq_lens: Tensor  # [B]: committed length before the window
     checkpoint_len: Tensor  # [B]: checkpoint length once the step is over
+    sampled_at: Tensor  # [B, W]: position that each sample will occupy
     logits: LogitShard  # of B * W rows
     ancestors: Tensor | None  # [B, W] int64: `draft_tree.ancestor_bits`; None is a chain
 
@@ -50,7 +51,6 @@ class Accepted:
 
     tokens: Tensor  # [B, W] int64: emitted ones first
     lens: Tensor  # [B] int64; 0 for padded rows
-    proposed: Tensor  # [B] int64: drafts that the window held
     live_slots: Tensor  # [B]: the null slot for rows that are padded or have ended
     seq_lens: Tensor  # [B]: committed length after the step
     newest: Tensor  # [B]: the last token emitted
@@ -61,6 +61,7 @@ class Accepted:
 def accept(
     device: Device,
     verified: Verified,
+    emitted: Tensor,
     mode: SamplingMode,
     num_top: int | None,
     masks: MaskRows | None = None,
@@ -71,6 +72,7 @@ def accept(
     slot stays at length 0 and done: its rows write back what they found.
 
     Args:
+        emitted: [B, 2 + W] int64, written: each row's emitted and proposed counts, and its tokens.
         num_top: most likely tokens whose log-probabilities come with each token's own; None leaves
             out all of them.
         masks: which tokens grammars allow, a row per window position; None allows all.
@@ -78,12 +80,7 @@ def accept(
     table, slots = device.table, verified.slots
     rows = slots.shape[0]
     window = verified.logits.part.shape[0] // rows
-    offsets = device.window_offsets
-    ahead = offsets[1 : window + 1]
-    if verified.ancestors is not None:
-        ahead = depths(verified.ancestors, window) + 1
-    sampled_at = verified.seq_lens[:, None] + ahead
-    positions, sampling = sampled_at.view(-1), table.sampling_rows(slots, repeat=window)
+    positions, sampling = verified.sampled_at.view(-1), table.sampling_rows(slots, repeat=window)
     logits = verified.logits
     if not mode.is_plain or masks is not None or num_top is not None:
         # once for all that reads whole rows
@@ -94,9 +91,9 @@ def accept(
     if masks is not None:
         edited = logits.with_whole(mask_logits(edited.whole(), masks))
     sampled = choose(edited, positions, sampling, mode=mode).view(rows, window)
-    settled, tokens, path = _settle(device, verified, sampled, sampled_at[:, 0])
+    settled, tokens, path = _settle(device, verified, sampled, emitted)
     if mode.edits_logits:
-        table.count(slots, tokens, offsets[:window] < settled.lens[:, None])
+        table.count(slots, tokens, device.window_offsets[:window] < settled.lens[:, None])
     logprobs = None
     if num_top is not None:
         logprobs = packed_logprobs(logits.whole(), sampled.view(-1), num_top)
@@ -107,7 +104,6 @@ def accept(
     return Accepted(
         tokens,
         settled.lens,
-        settled.proposed,
         settled.live_slots,
         settled.seq_lens,
         settled.newest,
@@ -137,19 +133,19 @@ def _settle(
     device: Device,
     verified: Verified,
     sampled: Tensor,  # [B, W]
-    sampled_at: Tensor,  # [B]: position of the first
+    emitted: Tensor,  # [B, 2 + W], written
 ) -> tuple[Settled, Tensor, Tensor | None]:
     """Decide what the rows emit; return also the tokens [B, W] in order, and a tree's path."""
     where = verified.slots, verified.seq_lens
-    columns = device.table.accept_columns
-    null_slot, forced = device.geometry.null_slot, device.forced_drafts(sampled_at)
+    written = device.table.accept_columns, emitted
     bits, checkpoint_len = verified.ancestors, verified.checkpoint_len
+    null_slot, forced = device.geometry.null_slot, device.forced_drafts
     if bits is None:
         settled = settle_windows(
-            sampled, *where, checkpoint_len, columns, null_slot=null_slot, forced=forced
+            sampled, *where, checkpoint_len, *written, null_slot=null_slot, forced=forced
         )
         return settled, sampled, None
-    walked = settle_trees(sampled, *where, checkpoint_len, columns, bits, null_slot=null_slot)
+    walked = settle_trees(sampled, *where, checkpoint_len, *written, bits, null_slot=null_slot)
     close_up(device, *where, walked)
     return walked, walked.tokens, walked.path
 
@@ -188,7 +184,8 @@ def draft(
     frontier = Frontier(slots, accepted.seq_lens, accepted.newest, kv_len, is_planned)
     drafts = drafter.draft(frontier, carry, _Proposer(table, slots, mode))
     table.window_tokens[:, 1:].index_copy_(0, slots, drafts.tokens)
-    table.num_drafts.index_copy_(0, slots, drafts.counts)
+    if drafts.counts is not None:
+        table.num_drafts.index_copy_(0, slots, drafts.counts)
     if drafts.bits is not None:
         table.draft_bits.index_copy_(0, slots, drafts.bits)
 

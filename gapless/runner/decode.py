@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,13 @@ from gapless.config.buckets import bucket_for
 from gapless.layers.batch import WindowBatch
 from gapless.ops.draft_tree import TreeMask
 from gapless.ops.sampling import SamplingMode
-from gapless.ops.step_metadata import StepConstants, WindowIndices, has_kernel, window_indices
+from gapless.ops.step_metadata import (
+    FreshPages,
+    StepConstants,
+    WindowIndices,
+    has_kernel,
+    window_indices,
+)
 from gapless.runner.accept import Accepted, Verified, accept, draft, sampling_mode
 from gapless.runner.graphs import GraphRunner, StepGraph
 from gapless.runner.host_plans import VERIFY_PLAN, HostPlans, Seams
@@ -230,12 +237,18 @@ class DecodeRunner:
 
     def _arrays(self, slots: np.ndarray, entries: Sequence[PageEntry]) -> dict[str, np.ndarray]:
         geometry, columns = self._device.geometry, self._device.num_page_columns
-        room, count = slots.size * self._pages_per_row, len(entries)
-        assert count <= room, f"{count} page entries, room for {room}"
-        page_index = np.full(room, geometry.null_slot * columns)
-        page_index[:count] = [entry.slot * columns + entry.index for entry in entries]
-        page_value = np.full(room, geometry.null_page)
-        page_value[:count] = [entry.page for entry in entries]
+        shape = slots.size, self._pages_per_row
+        page_index = np.full(shape, geometry.null_slot * columns)
+        page_value = np.full(shape, geometry.null_page)
+        if entries:
+            rows = {slot: row for row, slot in enumerate(slots.tolist())}
+            filled = Counter[int]()
+            for entry in entries:
+                row, place = rows[entry.slot], filled[entry.slot]
+                assert place < shape[1], f"more than {shape[1]} page entries of slot {entry.slot}"
+                page_index[row, place] = entry.slot * columns + entry.index
+                page_value[row, place] = entry.page
+                filled[entry.slot] += 1
         return {"slots": slots, "page_index": page_index, "page_value": page_value}
 
     def _stages(self, key: DecodeKey) -> list[Stage]:
@@ -275,8 +288,6 @@ class DecodeRunner:
         """Run the target model over the windows, writing KV and rings at their positions."""
         device = self._device
         table = device.table
-        page_table = table.columns.page_table
-        page_table.view(-1).index_copy_(0, inputs["page_index"], inputs["page_value"])
         indices = window_indices(
             inputs["slots"],
             table.columns,
@@ -284,14 +295,20 @@ class DecodeRunner:
             self._constants,
             window=key.window,
             tree=None if device.tree is None else table.draft_bits,
+            fresh=FreshPages(inputs["page_index"], inputs["page_value"]),
             is_fused=self._fuses_metadata,
         )
-        tokens = table.window_tokens.index_select(0, indices.slots)[:, : key.window].reshape(-1)
+        tokens = indices.tokens.view(-1)
         hidden = device.model.forward(tokens, device.memory, self._batch(key, indices))
         assert hidden.shape[0] == key.tokens, "decode rows == batch"
         logits = device.model.logit_shard(hidden)
         verified = Verified(
-            indices.slots, indices.seq_lens, indices.fold_len, logits, indices.ancestors
+            indices.slots,
+            indices.seq_lens,
+            indices.fold_len,
+            indices.sampled_at,
+            logits,
+            indices.ancestors,
         )
         return verified, hidden
 
@@ -300,10 +317,8 @@ class DecodeRunner:
     ) -> tuple[Verified, Tensor, Accepted]:
         """Settle what the step emits."""
         masks = self._masks.rows(key.num_rows, key.window) if key.is_masked else None
-        accepted = accept(self._device, verified, key.mode, key.num_top, masks)
-        self._emitted[: key.num_rows, 0].copy_(accepted.lens)
-        self._emitted[: key.num_rows, 1].copy_(accepted.proposed)
-        self._emitted[: key.num_rows, 2 : 2 + key.window].copy_(accepted.tokens)
+        emitted = self._emitted[: key.num_rows]
+        accepted = accept(self._device, verified, emitted, key.mode, key.num_top, masks)
         if self._host_plans is not None:
             self._host_plans.store(accepted)
         if accepted.logprobs is not None and key.num_top is not None:

@@ -50,8 +50,9 @@ class Device:
     """How drafts branch; None: windows are chains."""
     window_offsets: Tensor  # 0 .. W_max, so that no step makes them
     communicator: Communicator
-    simulated_acceptance: float | None
-    """Mean tokens per step to pretend, for benchmarks on made-up weights."""
+    forced_drafts: Tensor | None  # [4096] int64
+    """Drafts to keep, by the position of a window's first sample modulo 4096: acceptance is
+    pretended, for benchmarks on made-up weights."""
 
     @property
     def needs_cpu_seq_lens(self) -> bool:
@@ -90,20 +91,20 @@ class Device:
             blocks += [rows[None] for rows in self.drafter.row_memory]
         return blocks
 
-    def forced_drafts(self, positions: Tensor) -> Tensor | None:  # [B] -> [B]
-        """Drafts to keep at some positions so that their mean is as asked; None without a wish."""
-        if self.simulated_acceptance is None:
-            return None
-        wanted = self.simulated_acceptance - 1.0
-        # the low bits of a multiplicative hash (Knuth) spread the remainder evenly
-        spread = ((positions * 2654435761) % 4096).to(torch.float32) / 4096
-        return (wanted + spread).floor().to(torch.int64)
-
 
 def num_positions(config: Config) -> int:
     """Positions that a step may name: the context, and how far steps run ahead of it."""
     window, tree = config.max_window, config.tree
     return config.max_model_len + most_emitted(window, tree) + step_reach(window, tree) + 1
+
+
+def _forced_drafts(mean_len: float | None, device: torch.device) -> Tensor | None:
+    """Return the drafts to keep so that steps emit `mean_len` tokens in the mean."""
+    if mean_len is None:
+        return None
+    # the low bits of a multiplicative hash (Knuth) spread the remainder evenly
+    spread = ((torch.arange(4096, device=device) * 2654435761) % 4096).to(torch.float32) / 4096
+    return (mean_len - 1.0 + spread).floor().to(torch.int64)
 
 
 def _attention_of_rank(model: Decoder, config: Config, place: Placement) -> list[PagedSpec]:
@@ -173,5 +174,5 @@ def make_device(model: Decoder, mtp: MtpHead | None, config: Config, place: Plac
         tree=config.tree,
         window_offsets=torch.arange(config.max_window + 1, device=place.device),
         communicator=place.communicator,
-        simulated_acceptance=config.simulated_acceptance,
+        forced_drafts=_forced_drafts(config.simulated_acceptance, place.device),
     )

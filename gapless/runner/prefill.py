@@ -279,10 +279,13 @@ class PrefillRunner:
                 inputs["sampled_slots"],
                 inputs["sampled_start"],
                 inputs["sampled_end"],
+                inputs["sampled_end"][:, None],
                 logits,
                 None,
             )
-            accepted = accept(device, verified, chunk.mode, chunk.num_top, chunk.masks)
+            # the host reads the first tokens alone
+            emitted = logits.part.new_empty(chunk.num_sampled, 3, dtype=torch.int64)
+            accepted = accept(device, verified, emitted, chunk.mode, chunk.num_top, chunk.masks)
             self._first_tokens[: chunk.num_sampled].copy_(accepted.newest)
             next_ids = torch.cat((next_ids, accepted.newest))
             next_ids = next_ids.index_select(0, inputs["next_source"])

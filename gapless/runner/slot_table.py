@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gapless.core.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from gapless.ops.acceptance import AcceptColumns
-from gapless.ops.sampling import EditRows, SamplingRows
+from gapless.ops.sampling import EditRows, SamplingColumns, SamplingRows
 from gapless.ops.step_metadata import Geometry, SlotColumns
 
 if TYPE_CHECKING:
@@ -43,9 +43,10 @@ class SlotTable:
             state_rows=column(geometry.null_row),
             done=column(1, dtype=torch.bool),
             page_table=column(geometry.null_page, num_page_columns),
+            window_tokens=column(0, geometry.max_window),
         )
-        self.window_tokens = column(0, geometry.max_window)
-        self.num_drafts = column(0)
+        # as many as there may be, unless the drafter counts them
+        self.num_drafts = column(geometry.max_window - 1)
         # of tree drafts: a bit for each node on the path to a node; a row of drafts to begin with
         self.draft_bits = column(0, geometry.max_window)
         self.draft_bits.copy_((2 << torch.arange(geometry.max_window, device=device)) - 1)
@@ -67,6 +68,11 @@ class SlotTable:
         self.output_counts = column(0, vocab_size, dtype=torch.int32)
 
     @property
+    def window_tokens(self) -> Tensor:
+        """The newest token of each slot, then its drafts: [slots + 1, W_max] int64."""
+        return self.columns.window_tokens
+
+    @property
     def accept_columns(self) -> AcceptColumns:
         """The columns that acceptance reads or writes."""
         return AcceptColumns(
@@ -80,24 +86,17 @@ class SlotTable:
         )
 
     def sampling_rows(self, slots: Tensor, *, repeat: int) -> SamplingRows:
-        """Gather the sampling columns of `slots` [B], each row `repeat` times in a row."""
-
-        def rows(column: Tensor) -> Tensor:
-            found = column.index_select(0, slots)
-            if repeat == 1:
-                return found
-            expanded = found[:, None].expand(found.shape[0], repeat, *found.shape[1:])
-            return expanded.reshape(-1, *found.shape[1:])
-
-        return SamplingRows(
-            temperature=rows(self.temperature),
-            top_k=rows(self.top_k),
-            top_p=rows(self.top_p),
-            min_p=rows(self.min_p),
-            seeds=rows(self.seeds),
-            min_len=rows(self.min_len),
-            stop_ids=rows(self.stop_ids),
+        """Name the parameters of `repeat` rows of logits for each of `slots` [B]."""
+        columns = SamplingColumns(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seeds=self.seeds,
+            min_len=self.min_len,
+            stop_ids=self.stop_ids,
         )
+        return SamplingRows(columns, slots, repeat)
 
     def edit_rows(self, slots: Tensor) -> EditRows:
         """Gather bias, penalties and counted tokens of `slots` [B]."""

@@ -120,7 +120,8 @@ class Drafts:
     """Proposals for the positions after the newest token, in a row or as a tree."""
 
     tokens: Tensor  # [B, k], valid token ids all
-    counts: Tensor  # [B]: how many of them are proposals
+    counts: Tensor | None = None
+    """[B]: how many of them are proposals; None is all of them, in every step."""
     bits: Tensor | None = None
     """[B, 1 + k] int64: `ancestor_bits` of the newest token and the drafts; None is a row. Children
     of one parent differ."""

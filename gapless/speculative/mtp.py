@@ -16,7 +16,7 @@ import torch
 
 from gapless.layers.batch import AttentionBatch
 from gapless.ops.draft_tree import TreeMask
-from gapless.ops.step_metadata import kv_entries
+from gapless.ops.step_metadata import draft_indices, extend_indices, kv_entries
 from gapless.speculative.drafter import Drafts
 from gapless.speculative.tree import DraftTree
 
@@ -74,10 +74,9 @@ class MtpDrafter:
         self._memory = memory
         self._backend = backend
         self._page_table = page_table
-        self._page_size = geometry.page_size
-        self._ring_len = geometry.hidden_ring_len
+        self._geometry = geometry
         size = trunk.architecture.hidden_size
-        self._hidden_ring = place.weight((geometry.num_slots + 1) * self._ring_len, size)
+        self._hidden_ring = place.weight((geometry.num_slots + 1) * geometry.hidden_ring_len, size)
         self._hidden_rows = place.weight(geometry.num_state_rows + 1, size)
 
     @property
@@ -97,39 +96,46 @@ class MtpDrafter:
             shifted.batch,
         )
         slots, positions = (x.index_select(0, kept.ends) for x in (chunk.slots, chunk.positions))
-        self._keep(slots, positions, chunk.hidden.index_select(0, kept.ends))
+        ends = chunk.hidden.index_select(0, kept.ends)
+        self._hidden_ring.index_copy_(0, self._entries(slots, positions), ends)
         before = chunk.hidden.index_select(0, kept.snapshots)
         self._hidden_rows.index_copy_(0, kept.rows, before)
         return hidden.index_select(0, shifted.last_token)
 
     def read_window(self, outcome: Outcome) -> Tensor:
         """Fill the window's KV; return the layer's hidden states [B, D] at the newest tokens."""
-        rows, width = outcome.tokens.shape
-        after = torch.arange(1, width + 1, device=outcome.tokens.device)
-        positions = outcome.seq_lens[:, None] + after
-        self._keep(outcome.slots[:, None], positions - 1, outcome.hidden)
-        batch = self._batch(outcome.slots, positions, outcome.kv_len, EXTEND_PLAN)
+        slots, page_table = outcome.slots, self._page_table
+        indices = extend_indices(
+            slots,
+            outcome.seq_lens,
+            outcome.lens,
+            page_table,
+            self._geometry,
+            width=outcome.tokens.shape[1],
+        )
+        self._hidden_ring.index_copy_(0, indices.ring_write, outcome.hidden)
+        batch = self._batch(slots, indices.positions, indices.kv_write, outcome.kv_len, EXTEND_PLAN)
         hidden = self._head.forward(
             self._trunk, outcome.tokens.reshape(-1), outcome.hidden, self._memory, batch
         )
-        newest = (outcome.lens - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[1])
-        return hidden.view(rows, width, -1).gather(1, newest)[:, 0]
+        return hidden.index_select(0, indices.newest)
 
     def draft(self, frontier: Frontier, carry: Tensor, proposer: Proposer) -> Drafts:
         """Propose `num_drafts` tokens for every row."""
         if self._tree is not None:
             return self._draft_tree(self._tree, frontier, carry, proposer)
-        hidden, position = carry, frontier.seq_lens
+        slots, geometry, count = frontier.slots, self._geometry, self.num_drafts
+        indices = draft_indices(slots, frontier.seq_lens, self._page_table, geometry, count=count)
+        hidden = carry
         drafts: list[Tensor] = []
-        for depth in range(self.num_drafts):
+        for depth, position in enumerate(indices.positions):
             if depth:
                 plan = draft_plan(depth) if frontier.is_planned else None
-                batch = self._batch(frontier.slots, position[:, None], frontier.kv_len, plan)
+                last = indices.positions[depth - 1][:, None], indices.kv_write[depth - 1]
+                batch = self._batch(slots, *last, frontier.kv_len, plan)
                 hidden = self._head.forward(self._trunk, drafts[-1], hidden, self._memory, batch)
-            position = position + 1
             drafts.append(proposer.sample(self._trunk.draft_logit_shard(hidden), position))
-        counts = torch.full_like(frontier.seq_lens, self.num_drafts)
-        return Drafts(torch.stack(drafts, dim=1), counts)
+        return Drafts(torch.stack(drafts, dim=1))
 
     def _draft_tree(
         self, shape: TreeShape, frontier: Frontier, carry: Tensor, proposer: Proposer
@@ -159,11 +165,9 @@ class MtpDrafter:
         entries = self._entries(saved.slots, saved.positions - 1)
         self._hidden_rows.index_copy_(0, saved.rows, self._hidden_ring.index_select(0, entries))
 
-    def _keep(self, slots: Tensor, positions: Tensor, hidden: Tensor) -> None:
-        self._hidden_ring.index_copy_(0, self._entries(slots, positions), hidden)
-
     def _entries(self, slots: Tensor, positions: Tensor) -> Tensor:
-        return (slots * self._ring_len + positions % self._ring_len).view(-1)
+        ring_len = self._geometry.hidden_ring_len
+        return slots * ring_len + positions % ring_len
 
     def _tree_batch(self, frontier: Frontier, first: Tensor, tree: DraftTree) -> AttentionBatch:
         """Args: first: [B] position after the newest token, where the drafts' KV begins."""
@@ -171,7 +175,9 @@ class MtpDrafter:
         logical = (first[:, None] + tree.depth - 1).expand_as(storage)
         return AttentionBatch(
             positions=logical.flatten(),
-            kv_write=kv_entries(self._page_table, frontier.slots, storage, self._page_size),
+            kv_write=kv_entries(
+                self._page_table, frontier.slots, storage, self._geometry.page_size
+            ),
             attention=self._backend.plan_window(
                 frontier.slots,
                 storage,
@@ -184,11 +190,16 @@ class MtpDrafter:
         )
 
     def _batch(
-        self, slots: Tensor, positions: Tensor, kv_len: int, host_plan: str | None
+        self,
+        slots: Tensor,
+        positions: Tensor,
+        kv_write: Tensor,
+        kv_len: int,
+        host_plan: str | None,
     ) -> AttentionBatch:
         return AttentionBatch(
             positions=positions.view(-1),
-            kv_write=kv_entries(self._page_table, slots, positions, self._page_size),
+            kv_write=kv_write,
             attention=self._backend.plan_window(
                 slots,
                 positions,

@@ -104,7 +104,6 @@ class DraftTree:
         above = node.gather(1, parents.clamp(min=0)).masked_fill(parents < 0, 0)
         return Drafts(
             tokens=torch.cat(self._tokens, dim=1).gather(1, chosen),
-            counts=torch.full_like(chosen[:, 0], count),
             bits=self._ancestor_bits(torch.cat((torch.zeros_like(above[:, :1]), above), dim=1)),
         )
 

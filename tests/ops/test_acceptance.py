@@ -80,15 +80,21 @@ def test_walk_follows_the_samples(
         stop_ids=torch.tensor([sorted(stops) + [-1] * (2 - len(stops)), [-1, -1]]),
     )
     alone = torch.tensor([[1 << node for node in range(width)]])
+    emitted = torch.zeros(2, 2 + width, dtype=torch.int64)
+    # other positions are not asked for
+    forced_at = torch.arange(length + 9)
+    if forced is not None:
+        forced_at[[0 + 1, length + 1]] = forced
     found = acceptance.settle_trees(
         torch.tensor([sampled, [1] * width]),
         torch.tensor([0, NULL]),
         torch.tensor([length, 0]),
         torch.tensor([15, 0]),
         columns,
+        emitted,
         torch.cat([bits_of(parents), alone]),
         null_slot=NULL,
-        forced=None if forced is None else torch.tensor([forced, forced]),
+        forced=None if forced is None else forced_at,
     )
     wanted = walk(parents, window, sampled, num_drafts, room, stops, forced)
     count = len(wanted.path)
@@ -96,7 +102,8 @@ def test_walk_follows_the_samples(
     assert found.path.tolist() == [wanted.path + wanted.path[-1:] * padding, [0] * width]
     assert found.tokens[0].tolist() == wanted.emitted + wanted.emitted[-1:] * padding
     assert found.lens.tolist() == [count, 0]
-    assert found.proposed.tolist() == [num_drafts, width - 1]
+    assert emitted[0].tolist() == [count, num_drafts, *found.tokens[0].tolist()]
+    assert emitted[1].tolist() == [0, width - 1, *found.tokens[1].tolist()]
     assert found.newest[0] == wanted.emitted[-1]
     assert found.live_slots.tolist() == [NULL if wanted.is_over else 0, NULL]
     assert found.seq_lens.tolist() == columns.seq_lens.tolist() == [length + count, 0]
@@ -121,20 +128,23 @@ def test_a_chain_settles_as_a_tree_of_one_path(width: int, is_forced: bool) -> N
     )
     columns.seq_lens[40] = 0
     sampled = torch.randint(0, 2, (40, width))
-    forced = torch.randint(0, width, (40,)) if is_forced else None
-    outcomes: list[tuple[Settled, AcceptColumns]] = []
+    forced = torch.randint(0, width, (16,)) if is_forced else None
+    outcomes: list[tuple[Settled, AcceptColumns, torch.Tensor]] = []
     for bits in (None, ancestor_bits(chain_parents(40, width))):
         own = AcceptColumns(**{f.name: getattr(columns, f.name).clone() for f in fields(columns)})
         args = (sampled, slots, columns.seq_lens[slots], columns.seq_lens[slots], own)
+        emitted = torch.zeros(40, 2 + width, dtype=torch.int64)
         options = {"null_slot": 40, "forced": forced}
         if bits is None:
-            settled = acceptance.settle_windows(*args, **options)
+            settled = acceptance.settle_windows(*args, emitted, **options)
         else:
-            settled = acceptance.settle_trees(*args, bits, **options)
+            settled = acceptance.settle_trees(*args, emitted, bits, **options)
         # any of the null rows' tokens may stay
         own.window_tokens[40] = 0
-        outcomes.append((settled, own))
-    (chain, chain_columns), (tree, tree_columns) = outcomes
+        outcomes.append((settled, own, emitted))
+    (chain, chain_columns, reported), (tree, tree_columns, tree_reported) = outcomes
+    assert torch.equal(reported[:30, :2], tree_reported[:30, :2])
+    assert torch.equal(reported[:, 2:], sampled)
     for field in fields(Settled):
         assert torch.equal(getattr(chain, field.name)[:30], getattr(tree, field.name)[:30])
     for field in fields(AcceptColumns):
@@ -167,8 +177,9 @@ def test_every_path_of_a_tree_can_be_accepted() -> None:
             stop_ids=torch.full((21, 8), -1),
         )
         zeros = torch.zeros(20, dtype=torch.int64)
+        emitted = torch.zeros(20, 2 + MAX_WIDTH, dtype=torch.int64)
         found = acceptance.settle_trees(
-            sampled, torch.arange(20), zeros, zeros, columns, bits, null_slot=20
+            sampled, torch.arange(20), zeros, zeros, columns, emitted, bits, null_slot=20
         )
         assert torch.equal(found.lens, on_path.sum(1))
         for row in range(20):

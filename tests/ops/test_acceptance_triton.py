@@ -52,14 +52,15 @@ class Case:
         self.sampled = draw(VOCAB, rows, window)
         self.seq_lens = self.columns.seq_lens[self.slots]
         self.checkpoint_len = self.seq_lens // 4 * 4
-        self.forced = draw(window, rows)
+        # of several positions each
+        self.forced = draw(window, 7)
         self.bits = ancestor_bits(random_parents(rows, window, generator))
         self.bits[rows - padded :] = draw(1 << window, padded, window)
 
     def settle(
         self, *, by_kernel: bool, is_forced: bool, is_tree: bool = False
-    ) -> tuple[Settled, AcceptColumns]:
-        """Return the outcome and the columns after it."""
+    ) -> tuple[Settled, AcceptColumns, torch.Tensor]:
+        """Return the outcome, the columns after it, and what the host reads."""
         from gapless.ops.acceptance import triton
 
         columns = AcceptColumns(
@@ -71,16 +72,18 @@ class Case:
         args = (self.sampled, self.slots, self.seq_lens, self.checkpoint_len)
         module = triton if by_kernel else reference
         settle = module.settle_trees if is_tree else module.settle_windows
+        emitted = torch.full((len(self.slots), 2 + self.sampled.shape[1]), -7, device=DEVICE)
         found = settle(
             *(t.to(DEVICE) for t in args),
             columns,
+            emitted,
             *([self.bits.to(DEVICE)] if is_tree else []),
             null_slot=NULL,
             forced=self.forced.to(DEVICE) if is_forced else None,
         )
         # any of the null rows' tokens may stay
         columns.window_tokens[NULL, 0] = 0
-        return found, columns
+        return found, columns, emitted
 
 
 @pytest.mark.parametrize("is_forced", [False, True])
@@ -102,10 +105,10 @@ def test_kernel_settles_trees_as_the_chain_does(window: int, is_forced: bool) ->
 
 
 def assert_same_bits(case: Case, **options: bool) -> None:
-    pairs = zip(
-        case.settle(by_kernel=True, **options), case.settle(by_kernel=False, **options), strict=True
-    )
-    for found, wanted in pairs:
+    *found_parts, emitted = case.settle(by_kernel=True, **options)
+    *wanted_parts, wanted_emitted = case.settle(by_kernel=False, **options)
+    assert torch.equal(emitted, wanted_emitted)
+    for found, wanted in zip(found_parts, wanted_parts, strict=True):
         for field in fields(found):
             own, other = getattr(found, field.name), getattr(wanted, field.name)
             assert own.dtype == other.dtype, field.name
@@ -115,7 +118,7 @@ def assert_same_bits(case: Case, **options: bool) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_chain_is_a_plain_loop(seed: int) -> None:
     case = Case(12, 2, 4, seed)
-    found, columns = case.settle(by_kernel=False, is_forced=False)
+    found, columns, reported = case.settle(by_kernel=False, is_forced=False)
     before = case.columns
     lens = []
     for row, slot in enumerate(case.slots.tolist()):
@@ -131,6 +134,7 @@ def test_chain_is_a_plain_loop(seed: int) -> None:
                 break
         is_null = slot == NULL
         lens.append(0 if is_null else len(emitted))
+        assert reported[row].tolist() == [lens[-1], int(before.num_drafts[slot]), *sampled]
         assert int(found.newest[row]) == emitted[-1]
         assert int(found.live_slots[row]) == (NULL if ended or is_null else slot)
         assert bool(columns.done[slot]) == (ended or is_null)

@@ -132,6 +132,7 @@ def test_trees_convolve_along_their_paths(window: int, by_kernel: bool) -> None:
         state_rows=torch.arange(5),
         done=torch.arange(5) == 4,
         page_table=torch.zeros(5, 20, dtype=torch.int64),
+        window_tokens=torch.zeros(5, window, dtype=torch.int64),
     )
     parents = random_parents(5, window, torch.Generator().manual_seed(window))
     slots = torch.tensor([2, 0, 4, 3, 1])

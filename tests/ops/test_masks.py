@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from gapless.ops.sampling import MaskRows, SamplingMode, SamplingRows, masks, reference
+from gapless.ops.sampling import (
+    MaskRows,
+    SamplingColumns,
+    SamplingMode,
+    SamplingRows,
+    masks,
+    reference,
+)
 
 triton = pytest.importorskip("gapless.ops.sampling.triton")
 
@@ -59,7 +66,7 @@ def test_sampling_from_a_handful(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     logits = masks.mask_logits(torch.randn(ROWS, VOCAB, device=device), mask_rows(device))
     temperature = 0.0 if mode.is_greedy else 0.8
-    rows = SamplingRows(
+    columns = SamplingColumns(
         temperature=torch.full((ROWS,), temperature, device=device),
         top_k=torch.full((ROWS,), top_k, device=device),
         top_p=torch.full((ROWS,), float(top_p), device=device),
@@ -69,6 +76,7 @@ def test_sampling_from_a_handful(
         stop_ids=torch.full((ROWS, 8), -1, device=device),
     )
     positions = torch.arange(ROWS, device=device)
+    rows = SamplingRows(columns, positions)
     found = triton.sample(logits, positions, rows, mode=mode).tolist()
     assert found == reference.sample(logits, positions, rows, mode=mode).tolist()
     assert all(t in allowed_sets()[i] for t, i in zip(found, MASK_OF.tolist(), strict=True))

@@ -8,6 +8,7 @@ import torch
 from gapless.ops.draft_tree import ancestor_bits
 from gapless.ops.sampling import (
     EditRows,
+    SamplingColumns,
     SamplingMode,
     SamplingRows,
     edit_logits,
@@ -53,7 +54,7 @@ def test_ranked_tokens_begin_with_the_sampled_one() -> None:
     num_rows, vocab = 40, 50
     logits = torch.randn(num_rows, vocab, generator=generator) * 2
     positions = torch.arange(num_rows)
-    rows = SamplingRows(
+    columns = SamplingColumns(
         temperature=torch.tensor([0.0, 0.7, 1.0, 1.4]).repeat(10),
         top_k=torch.tensor([0, 3, 8, 0, 5]).repeat(8),
         top_p=torch.tensor([1.0, 0.6, 0.9, 1.0]).repeat(10),
@@ -62,16 +63,17 @@ def test_ranked_tokens_begin_with_the_sampled_one() -> None:
         min_len=torch.zeros(num_rows, dtype=torch.int64),
         stop_ids=torch.full((num_rows, 8), -1),
     )
-    noise = gumbel_noise(rows.seeds, positions, vocab)
+    rows = SamplingRows(columns, torch.arange(num_rows))
+    noise = gumbel_noise(columns.seeds, positions, vocab)
     for mode in (SamplingMode.DRAWN, SamplingMode.ARGMAX):
         sampled = sample(logits, positions, rows, mode=mode)
         tokens, logprobs = rank_tokens(logits, positions, rows, mode=mode, count=4)
         assert torch.equal(tokens[:, 0], sampled)
-        is_greedy = (rows.temperature == 0) | (mode is SamplingMode.ARGMAX)
+        is_greedy = (columns.temperature == 0) | (mode is SamplingMode.ARGMAX)
         perturbed = torch.where(
             is_greedy[:, None],
             logits,
-            logits / rows.temperature.masked_fill(is_greedy, 1.0)[:, None] + noise,
+            logits / columns.temperature.masked_fill(is_greedy, 1.0)[:, None] + noise,
         )
         for row in range(num_rows):
             kept = perturbed[row] <= perturbed[row, sampled[row]]
@@ -82,11 +84,12 @@ def test_ranked_tokens_begin_with_the_sampled_one() -> None:
 
 
 def test_ranked_tokens_of_equal_logits_come_lowest_id_first() -> None:
-    rows = SamplingRows(
+    columns = SamplingColumns(
         temperature=torch.zeros(1), top_k=torch.zeros(1, dtype=torch.int64),
         top_p=torch.ones(1), min_p=torch.zeros(1), seeds=torch.zeros(1, dtype=torch.int64),
         min_len=torch.zeros(1, dtype=torch.int64), stop_ids=torch.full((1, 8), -1),
     )  # fmt: skip
+    rows = SamplingRows(columns, torch.zeros(1, dtype=torch.int64))
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 1.0]])
     tokens, _ = rank_tokens(
         logits, torch.zeros(1, dtype=torch.int64), rows, mode=SamplingMode.ARGMAX, count=4

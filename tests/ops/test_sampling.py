@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 
 from gapless.ops.sampling import (
     EditRows,
+    SamplingColumns,
     SamplingMode,
     SamplingRows,
     edit_logits,
@@ -25,9 +26,9 @@ ONES = 0xFFFFFFFF
 NUM_STOP_IDS = 8
 
 
-def make_rows(num_rows: int, **values: float) -> SamplingRows:
-    """Return rows without filters at temperature 1, with seeds of their own."""
-    rows = SamplingRows(
+def make_rows(num_rows: int, **values: Any) -> SamplingRows:
+    """Return rows without filters at temperature 1, with seeds of their own; values broadcast."""
+    columns = SamplingColumns(
         temperature=torch.ones(num_rows),
         top_k=torch.zeros(num_rows, dtype=torch.int64),
         top_p=torch.ones(num_rows),
@@ -36,13 +37,15 @@ def make_rows(num_rows: int, **values: float) -> SamplingRows:
         min_len=torch.zeros(num_rows, dtype=torch.int64),
         stop_ids=torch.full((num_rows, NUM_STOP_IDS), -1),
     )
-    changed = {name: torch.full_like(getattr(rows, name), x) for name, x in values.items()}
-    return replace(rows, **changed)
+    for name, value in values.items():
+        column = getattr(columns, name)
+        column.copy_(torch.as_tensor(value, dtype=column.dtype).expand_as(column))
+    return SamplingRows(columns, torch.arange(num_rows))
 
 
 def take(rows: SamplingRows, index: list[int]) -> SamplingRows:
     """Return some of the rows."""
-    return SamplingRows(**{field.name: getattr(rows, field.name)[index] for field in fields(rows)})
+    return replace(rows, slots=rows.slots[index])
 
 
 @pytest.mark.parametrize(
@@ -172,10 +175,12 @@ def test_ties_at_a_threshold_are_all_kept() -> None:
 def test_row_does_not_depend_on_the_batch() -> None:
     logits = torch.randn(6, 101)
     positions = torch.arange(6) + 30
-    rows = replace(
-        make_rows(6, top_k=20, top_p=0.9),
-        temperature=torch.tensor([1.0, 0.0, 0.7, 2.0, 1.0, 0.0]),
-        min_p=torch.tensor([0.0, 0.1, 0.0, 0.2, 0.05, 0.0]),
+    rows = make_rows(
+        6,
+        temperature=[1.0, 0.0, 0.7, 2.0, 1.0, 0.0],
+        top_k=20,
+        top_p=0.9,
+        min_p=[0.0, 0.1, 0.0, 0.2, 0.05, 0.0],
     )
     together = sample(logits, positions, rows, mode=SamplingMode.SAMPLED)
     for index in ([0], [4, 2], [5, 4, 3, 2, 1, 0]):
@@ -202,10 +207,7 @@ def test_greedy_ties_go_to_the_lowest_id(vocab_size: int, mode: SamplingMode) ->
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_stop_ids_are_masked_below_the_minimum_length(temperature: float) -> None:
     logits = torch.tensor([[0.0, 50.0, 1.0, 40.0, 20.0]]).expand(3, -1)
-    rows = replace(
-        make_rows(3, temperature=temperature, min_len=10),
-        stop_ids=torch.tensor([[1, 3] + [-1] * 6] * 3),
-    )
+    rows = make_rows(3, temperature=temperature, min_len=10, stop_ids=[1, 3] + [-1] * 6)
     ids = sample(
         logits,
         torch.tensor([9, 10, 3]),
@@ -354,14 +356,10 @@ def test_order_of_the_whole_chain(options: dict[str, float]) -> None:
     edits = random_edits(num_rows, vocab_size, torch.Generator().manual_seed(3))
     logits = torch.randn(num_rows, vocab_size, dtype=torch.float64) * 4
     positions = torch.arange(num_rows)
-    rows = replace(
-        make_rows(num_rows, **options),
-        min_len=torch.full((num_rows,), 200),
-        stop_ids=torch.tensor([[4, 9] + [-1] * 6] * num_rows),
-    )
+    rows = make_rows(num_rows, min_len=200, stop_ids=[4, 9] + [-1] * 6, **options)
     mode = SamplingMode.GREEDY if options["temperature"] == 0 else SamplingMode.SAMPLED
     found = sample(edit_logits(logits, edits), positions, rows, mode=mode)
-    noise = gumbel_noise(rows.seeds, positions, vocab_size).double().numpy()
+    noise = gumbel_noise(rows.columns.seeds, positions, vocab_size).double().numpy()
     for row in range(num_rows):
         edited = naive_edits(logits[row].numpy(), edits, row, [])
         stops = [4, 9] if row < 200 else []

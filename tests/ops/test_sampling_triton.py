@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from gapless.ops.sampling import SamplingMode, SamplingRows, philox, reference
+from gapless.ops.sampling import SamplingColumns, SamplingMode, SamplingRows, philox, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
@@ -20,7 +20,7 @@ SAMPLED, DRAWN = SamplingMode.SAMPLED, SamplingMode.DRAWN
 
 def make_rows(num_rows: int, **values: float | list[float]) -> SamplingRows:
     """Return rows without filters at temperature 1, with seeds of their own."""
-    rows = SamplingRows(
+    columns = SamplingColumns(
         temperature=torch.ones(num_rows),
         top_k=torch.zeros(num_rows, dtype=torch.int64),
         top_p=torch.ones(num_rows),
@@ -30,10 +30,13 @@ def make_rows(num_rows: int, **values: float | list[float]) -> SamplingRows:
         stop_ids=torch.full((num_rows, 8), -1),
     )
     for name, value in values.items():
-        column = getattr(rows, name)
+        column = getattr(columns, name)
         new = torch.tensor(value, dtype=column.dtype).expand(num_rows).clone()
-        rows = replace(rows, **{name: new})
-    return SamplingRows(**{f.name: getattr(rows, f.name).to(DEVICE) for f in fields(rows)})
+        columns = replace(columns, **{name: new})
+    columns = SamplingColumns(
+        **{f.name: getattr(columns, f.name).to(DEVICE) for f in fields(columns)}
+    )
+    return SamplingRows(columns, torch.arange(num_rows, device=DEVICE))
 
 
 def both(
@@ -138,7 +141,7 @@ def test_mixed_rows_do_not_depend_on_the_batch_the_split_or_nan() -> None:
     found = triton.sample(logits, positions, rows, mode=DRAWN, split=8192)
     assert torch.equal(found, together)
     for index in ([0], [4]):
-        part = SamplingRows(**{f.name: getattr(rows, f.name)[index] for f in fields(rows)})
+        part = replace(rows, slots=rows.slots[index])
         found = triton.sample(logits[index], positions[index], part, mode=DRAWN)
         assert torch.equal(found, together[index])
     logits[3] = float("nan")
@@ -149,18 +152,36 @@ def test_mixed_rows_do_not_depend_on_the_batch_the_split_or_nan() -> None:
     assert ((poisoned >= 0) & (poisoned < 2300)).all()
 
 
-def test_rows_may_be_one_entry_expanded() -> None:
-    logits = torch.randn(4, 700).to(DEVICE)
-    row = make_rows(1, temperature=0.7, top_k=30, top_p=0.9, min_p=0.01)
-    expanded = SamplingRows(
-        **{
-            f.name: getattr(row, f.name).expand(4, *getattr(row, f.name).shape[1:])
-            for f in fields(row)
-        }
+@pytest.mark.parametrize("mode", list(SamplingMode))
+@pytest.mark.parametrize("repeat", [1, 3])
+def test_rows_take_the_parameters_of_their_slots(repeat: int, mode: SamplingMode) -> None:
+    from gapless.ops.sampling import triton
+
+    slots = torch.tensor([4, 0, 5, 2], device=DEVICE)
+    logits = torch.randn(4 * repeat, 1301).to(DEVICE) * 2
+    # positions begin at 30
+    values: dict[str, float | list[float]] = {**MIXTURE, "min_len": [40, 0, 36, 0, 33, 30]}
+    if mode.is_greedy:
+        values["temperature"] = 0.0
+    if mode is SamplingMode.PLAIN:
+        values |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    columns = make_rows(6, **values).columns
+    # a few likely tokens of each slot may not come early
+    columns.stop_ids[:, :4] = torch.randint(1301, (6, 4), device=DEVICE)
+    logits.scatter_add_(
+        1, columns.stop_ids[slots, :4].repeat_interleave(repeat, 0), torch.full_like(logits, 9.0)
     )
-    assert expanded.temperature.stride() == (0,)
-    found, wanted = both(logits, expanded)
+    rows = SamplingRows(columns, slots, repeat)
+    found, wanted = both(logits, rows, mode=mode)
     assert torch.equal(found, wanted)
+    gathered = make_rows(4 * repeat)
+    for field in fields(SamplingColumns):
+        getattr(gathered.columns, field.name).copy_(rows.of(getattr(columns, field.name)))
+    assert torch.equal(both(logits, gathered, mode=mode)[0], found)
+    if mode.is_plain:
+        positions = torch.arange(4 * repeat, device=DEVICE) + 30
+        pairs = triton.shard_best(logits, positions, rows, mode=mode, first=0)
+        assert torch.equal(triton.best_of_all(pairs, 1301), found)
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {}, {"top_k": 2}], ids=str)
@@ -170,7 +191,8 @@ def test_stop_ids_are_masked_below_the_minimum_length(
 ) -> None:
     logits = torch.tensor([[0.0, 90.0, 1.0, 80.0, 50.0]]).expand(3, -1).contiguous().to(DEVICE)
     stop_ids = torch.tensor([[1, 3] + [-1] * 6] * 3, device=DEVICE)
-    rows = replace(make_rows(3, min_len=[40, 31, 40], **options), stop_ids=stop_ids)
+    rows = make_rows(3, min_len=[40, 31, 40], **options)
+    rows = replace(rows, columns=replace(rows.columns, stop_ids=stop_ids))
     mode = SamplingMode.GREEDY if options.get("temperature") == 0 else SAMPLED
     found, wanted = both(logits, rows, mode=mode, capacity=capacity)
     assert torch.equal(found, wanted)

@@ -12,6 +12,7 @@ from torch import Tensor
 from gapless.layers.logits import LogitShard
 from gapless.ops import chaining
 from gapless.ops.sampling import (
+    SamplingColumns,
     SamplingMode,
     SamplingRows,
     philox,
@@ -34,7 +35,7 @@ MODES = pytest.mark.parametrize("mode", [SamplingMode.ARGMAX, SamplingMode.PLAIN
 
 
 def make_rows(num_rows: int, temperature: Tensor) -> SamplingRows:
-    return SamplingRows(
+    columns = SamplingColumns(
         temperature=temperature.to(DEVICE),
         top_k=torch.zeros(num_rows, dtype=torch.int64, device=DEVICE),
         top_p=torch.ones(num_rows, device=DEVICE),
@@ -43,6 +44,7 @@ def make_rows(num_rows: int, temperature: Tensor) -> SamplingRows:
         min_len=torch.zeros(num_rows, dtype=torch.int64, device=DEVICE),
         stop_ids=torch.full((num_rows, 8), -1, device=DEVICE),
     )
+    return SamplingRows(columns, torch.arange(num_rows, device=DEVICE))
 
 
 def rows_of(mode: SamplingMode, num_rows: int) -> SamplingRows:
@@ -173,15 +175,17 @@ def test_ranked_tokens_are_those_of_whole_rows(
     positions = torch.arange(num_rows, device=DEVICE) + 30
     noise = None
     if mode is SamplingMode.PLAIN:
-        noise = philox.gumbel_noise(rows.seeds, positions, vocab_size)
+        noise = philox.gumbel_noise(rows.columns.seeds, positions, vocab_size)
     sampled = reference.sample(logits, positions, rows, mode=mode)
-    wanted = ranking.rank_tokens(logits, sampled, rows.temperature, noise, count=count)
+    wanted = ranking.rank_tokens(logits, sampled, rows.columns.temperature, noise, count=count)
     found = []
     for own, first in split(logits, world_size):
         part = None
         if noise is not None:
-            part = philox.gumbel_noise(rows.seeds, positions, own.shape[1], first)
-        found.append(shards.shard_ranked(own, rows.temperature, part, count=count, first=first))
+            part = philox.gumbel_noise(rows.columns.seeds, positions, own.shape[1], first)
+        found.append(
+            shards.shard_ranked(own, rows.columns.temperature, part, count=count, first=first)
+        )
     tokens, logprobs = shards.ranked_of_all(torch.stack(found, dim=1), vocab_size, count=count)
     assert torch.equal(tokens, wanted[0])
     torch.testing.assert_close(logprobs, wanted[1], rtol=0, atol=1e-12)
@@ -200,7 +204,7 @@ def test_a_shard_without_tokens_changes_nothing() -> None:
     ]
     assert shards.best_of_all(torch.cat(pairs, dim=1), 5).tolist() == [1]
     found = [
-        shards.shard_ranked(own, rows.temperature, None, count=2, first=first)
+        shards.shard_ranked(own, rows.columns.temperature, None, count=2, first=first)
         for own, first in parts
     ]
     tokens, logprobs = shards.ranked_of_all(torch.stack(found, dim=1), 5, count=2)

@@ -44,6 +44,7 @@ def make_columns(geometry: Geometry, seq_lens: list[int]) -> SlotColumns:
         state_rows=slots,
         done=slots == geometry.null_slot,
         page_table=torch.randperm(geometry.num_pages).view(NUM_SLOTS + 1, COLUMNS),
+        window_tokens=torch.randint(99, (NUM_SLOTS + 1, geometry.max_window)),
     )
 
 
@@ -61,11 +62,13 @@ def test_nodes_are_stored_in_order_and_read_along_their_path(
     constants = StepConstants(geometry, torch.device("cpu"))
     found = window_indices(slots, columns, geometry, constants, window=width, tree=tree)
     assert torch.equal(found.ancestors[0], tree[1, :width])
+    assert torch.equal(found.tokens, columns.window_tokens[slots, :width])
     taps = found.conv_taps.view(conv_width, 2, width)
     for node in range(width):
         path, stored = ancestry(parents, node), length + node
         assert found.positions[0, node] == stored
         assert found.logical[0, node] == length + len(path) - 1
+        assert found.sampled_at[0, node] == length + len(path)
         page = columns.page_table[1, stored // PAGE_SIZE]
         assert found.kv_write[node] == page * PAGE_SIZE + stored % PAGE_SIZE
         assert found.replay.ring_write[0, node] == geometry.ring_len + stored % geometry.ring_len
@@ -107,7 +110,16 @@ def test_a_chain_is_a_tree_of_one_path() -> None:
     found = window_indices(slots, columns, geometry, constants, window=MAX_WIDTH, tree=tree)
     assert chain.ancestors is None
     assert chain.logical is chain.positions
-    for name in ("positions", "logical", "kv_write", "conv_write", "conv_taps", "live"):
+    for name in (
+        "positions",
+        "logical",
+        "sampled_at",
+        "tokens",
+        "kv_write",
+        "conv_write",
+        "conv_taps",
+        "live",
+    ):
         assert torch.equal(getattr(found, name), getattr(chain, name)), name
     assert torch.equal(found.replay.ring_write, chain.replay.ring_write)
 

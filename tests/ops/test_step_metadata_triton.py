@@ -13,6 +13,7 @@ import torch
 from gapless.ops import step_metadata
 from gapless.ops.draft_tree import ancestor_bits
 from gapless.ops.step_metadata import (
+    FreshPages,
     Geometry,
     SlotColumns,
     StepConstants,
@@ -69,6 +70,7 @@ def make_columns(geometry: Geometry, generator: torch.Generator) -> SlotColumns:
         state_rows=torch.randperm(geometry.num_state_rows, generator=generator)[:slots],
         done=draw(4) == 0,
         page_table=draw(geometry.num_pages, slots, 30),
+        window_tokens=draw(1000, slots, geometry.max_window),
     )
     null = geometry.null_slot
     columns.seq_lens[null] = columns.checkpoint_len[null] = 0
@@ -101,7 +103,7 @@ def guarded(value: Any, buffers: list[torch.Tensor]) -> Any:
     return buffers[-1][GUARD_LEN:-GUARD_LEN].view(value.shape)
 
 
-def assert_equal(found: WindowIndices, wanted: WindowIndices) -> None:
+def assert_equal(found: Any, wanted: Any) -> None:
     for (name, own), (_, other) in zip(tensors(found), tensors(wanted), strict=True):
         assert own.dtype == other.dtype, name
         assert torch.equal(own, other), name
@@ -167,6 +169,77 @@ def test_trees_give_the_chains_bits_and_write_nothing_else(window: int) -> None:
         assert torch.equal(buffer[-GUARD_LEN:], guard)
     whole = triton.window_indices(slots, columns, geometry, window=window, tree=tree)
     assert_equal(whole, wanted)
+
+
+@pytest.mark.parametrize(("window", "per_row"), [(1, 1), (4, 3)])
+def test_fresh_pages_are_stored_and_used(window: int, per_row: int) -> None:
+    from gapless.ops.step_metadata import triton
+
+    generator = torch.Generator().manual_seed(window)
+    geometry = make_geometry(window, num_slots=20)
+    columns = make_columns(geometry, generator)
+    null, num_columns = geometry.null_slot, columns.page_table.shape[1]
+    slots = torch.randperm(20, generator=generator)[:9].to(DEVICE)
+    slots[7:] = null
+    # the pages from each window's first on, of some rows fewer
+    first = columns.seq_lens[slots] // geometry.page_size
+    index = slots[:, None] * num_columns + first[:, None] + torch.arange(per_row, device=DEVICE)
+    page = geometry.num_pages - 1 - torch.arange(9 * per_row, device=DEVICE).view(9, per_row)
+    is_null = torch.rand(9, per_row, generator=generator).to(DEVICE) < 0.3
+    is_null |= (slots == null)[:, None]
+    fresh = FreshPages(
+        index.masked_fill(is_null, null * num_columns),
+        page.masked_fill(is_null, geometry.null_page),
+    )
+    constants = StepConstants(geometry, torch.device(DEVICE))
+    outcomes = []
+    for is_kernel in (True, False):
+        own = SlotColumns(**{f.name: getattr(columns, f.name).clone() for f in fields(columns)})
+        if is_kernel:
+            found = triton.window_indices(slots, own, geometry, window=window, fresh=fresh)
+        else:
+            found = reference.window_indices(
+                slots, own, geometry, constants, window=window, fresh=fresh
+            )
+        outcomes.append((found, own))
+    (found, own), (wanted, other) = outcomes
+    assert_equal(found, wanted)
+    for field in fields(SlotColumns):
+        assert torch.equal(getattr(own, field.name), getattr(other, field.name)), field.name
+    assert torch.equal(own.page_table.view(-1)[index[~is_null]], page[~is_null])
+    live = ~columns.done[slots] & ~is_null[:, 0]
+    used = found.kv_write.view(9, window)[live, 0] // geometry.page_size
+    assert torch.equal(used, page[live, 0])
+    assert len(used) > 1
+
+
+@pytest.mark.parametrize("count", [1, 3, 16])
+@pytest.mark.parametrize("num_rows", [1, 9])
+def test_a_drafters_indices_are_the_chains(num_rows: int, count: int) -> None:
+    from gapless.ops.step_metadata import triton
+
+    generator = torch.Generator().manual_seed(count)
+    geometry = make_geometry(count, num_slots=20)
+    columns = make_columns(geometry, generator)
+    slots = torch.randperm(20, generator=generator)[:num_rows].to(DEVICE)
+    slots[7:] = geometry.null_slot
+    lens = torch.randint(count + 1, (num_rows,), generator=generator).to(DEVICE)
+    seq_lens, page_table = columns.seq_lens[slots], columns.page_table
+    given = slots, seq_lens, lens, page_table, geometry
+    found = triton.extend_indices(*given, width=count)
+    assert_equal(found, reference.extend_indices(*given, width=count))
+    drafts = triton.draft_indices(slots, seq_lens, page_table, geometry, count=count)
+    wanted = reference.draft_indices(slots, seq_lens, page_table, geometry, count=count)
+    assert_equal(drafts, wanted)
+    size, ring_len = geometry.page_size, geometry.hidden_ring_len
+    for row, slot in enumerate(slots.tolist()):
+        assert int(found.newest[row]) == row * count + max(int(lens[row]) - 1, 0)
+        for i in range(count):
+            before, token = int(seq_lens[row]) + i, row * count + i
+            entry = int(page_table[slot, (before + 1) // size]) * size + (before + 1) % size
+            assert int(found.positions[row, i]) == int(drafts.positions[i, row]) == before + 1
+            assert int(found.kv_write[token]) == int(drafts.kv_write[i, row]) == entry
+            assert int(found.ring_write[token]) == slot * ring_len + before % ring_len
 
 
 @pytest.mark.parametrize(("window", "replay_len"), [(1, 1), (1, 16), (16, 7)])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gapless.ops.acceptance import accept_chain
-from gapless.ops.sampling import SamplingMode, SamplingRows, sample
+from gapless.ops.sampling import SamplingColumns, SamplingMode, SamplingRows, sample
 
 tokens = st.integers(0, 3)
 rows = st.integers(1, 5).flatmap(
@@ -86,12 +86,13 @@ DRAFT = TARGET + 0.8 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().man
 
 def _rows(seeds: Tensor) -> SamplingRows:
     count = seeds.shape[0]
-    return SamplingRows(
+    columns = SamplingColumns(
         temperature=torch.full((count,), 0.9), top_k=torch.full((count,), 5),
         top_p=torch.full((count,), 0.95), min_p=torch.zeros(count), seeds=seeds,
         min_len=torch.zeros(count, dtype=torch.int64),
         stop_ids=torch.full((count, 8), -1),
     )  # fmt: skip
+    return SamplingRows(columns, torch.arange(count))
 
 
 def _probabilities(logits: Tensor) -> np.ndarray:

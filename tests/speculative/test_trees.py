@@ -282,6 +282,11 @@ def _logical_as_stored(*args: Any, **kwargs: Any) -> Any:
     return replace(found, logical=found.positions)
 
 
+def _sampled_as_stored(*args: Any, **kwargs: Any) -> Any:
+    found = window_indices(*args, **kwargs)
+    return replace(found, sampled_at=found.positions + 1)
+
+
 def _some_stay(*kinds: str) -> Callable[..., None]:
     """Close up paths, but for some kinds of memory."""
 
@@ -307,7 +312,7 @@ def _some_stay(*kinds: str) -> Callable[..., None]:
 
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "rotary by storage": (decode, "window_indices", _logical_as_stored),
-    "noise by storage": (accept_stage, "depths", lambda bits, width: torch.arange(width)),
+    "noise by storage": (decode, "window_indices", _sampled_as_stored),
     "taps by storage": (step_metadata, "_path_taps", _by_storage),
     "attention to all before": (decode, "TreeMask", lambda s, b: TreeMask(s, _one_path(b))),
     "siblings in the recurrence": (

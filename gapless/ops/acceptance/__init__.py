@@ -39,9 +39,10 @@ def settle_windows(
     seq_lens: Tensor,  # [B] int64: committed length before the window
     checkpoint_len: Tensor,  # [B] int64: checkpoint length once the step is over
     columns: AcceptColumns,  # written
+    emitted: Tensor,  # [B, 2 + W] int64, contiguous, written
     *,
     null_slot: int,
-    forced: Tensor | None = None,  # [B] int64: drafts to keep whatever they are, for benchmarks
+    forced: Tensor | None = None,  # [N] int64: drafts to keep whatever they are, see reference
 ) -> Settled:
     """Decide what each row emits, and store it. Contract: `reference.settle_windows`."""
     if sampled.is_cuda:
@@ -51,7 +52,14 @@ def settle_windows(
     else:
         settle = reference.settle_windows
     return settle(
-        sampled, slots, seq_lens, checkpoint_len, columns, null_slot=null_slot, forced=forced
+        sampled,
+        slots,
+        seq_lens,
+        checkpoint_len,
+        columns,
+        emitted,
+        null_slot=null_slot,
+        forced=forced,
     )
 
 
@@ -61,10 +69,11 @@ def settle_trees(
     seq_lens: Tensor,  # [B] int64: committed length before the window
     checkpoint_len: Tensor,  # [B] int64: checkpoint length once the step is over
     columns: AcceptColumns,  # written
+    emitted: Tensor,  # [B, 2 + W] int64, contiguous, written
     bits: Tensor,  # [B, W] int64: `draft_tree.ancestor_bits`
     *,
     null_slot: int,
-    forced: Tensor | None = None,  # [B] int64: drafts to keep whatever they are, for benchmarks
+    forced: Tensor | None = None,  # [N] int64: drafts to keep whatever they are, see reference
 ) -> SettledTrees:
     """Decide what each row's tree emits, and store it. Contract: `reference.settle_trees`."""
     if sampled.is_cuda:
@@ -74,5 +83,13 @@ def settle_trees(
     else:
         settle = reference.settle_trees
     return settle(
-        sampled, slots, seq_lens, checkpoint_len, columns, bits, null_slot=null_slot, forced=forced
+        sampled,
+        slots,
+        seq_lens,
+        checkpoint_len,
+        columns,
+        emitted,
+        bits,
+        null_slot=null_slot,
+        forced=forced,
     )

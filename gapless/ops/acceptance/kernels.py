@@ -24,7 +24,7 @@ def _store(
     i_row,
     slot,
     length,
-    emitted,
+    count,
     num_proposed,
     token,
     is_over,
@@ -33,21 +33,23 @@ def _store(
     out_checkpoint_len,
     out_done,
     window_tokens,
+    emitted,
     lens,
-    proposed,
     live_slots,
     after,
     newest,
     NULL_SLOT: tl.constexpr,
+    W: tl.constexpr,
     W_MAX: tl.constexpr,
 ):
     """Write a row's outcome, to the results and to the table's columns."""
-    tl.store(lens + i_row, emitted)
-    tl.store(proposed + i_row, num_proposed)
+    tl.store(emitted + i_row * (2 + W), count)
+    tl.store(emitted + i_row * (2 + W) + 1, num_proposed)
+    tl.store(lens + i_row, count)
     tl.store(live_slots + i_row, tl.where(is_over, NULL_SLOT, slot))
-    tl.store(after + i_row, length + emitted)
+    tl.store(after + i_row, length + count)
     tl.store(newest + i_row, token)
-    tl.store(out_seq_lens + slot, length + emitted)
+    tl.store(out_seq_lens + slot, length + count)
     tl.store(out_checkpoint_len + slot, tl.load(checkpoint_len + i_row))
     tl.store(out_done + slot, is_over.to(tl.uint8))
     tl.store(window_tokens + slot * W_MAX, token)
@@ -67,8 +69,8 @@ def _settle_windows_kernel(
     num_drafts,
     limit_len,
     stop_ids,
+    emitted,
     lens,
-    proposed,
     live_slots,
     after,
     newest,
@@ -77,7 +79,7 @@ def _settle_windows_kernel(
     W_MAX: tl.constexpr,
     STOPS: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    HAS_FORCED: tl.constexpr,
+    NUM_FORCED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     await_inputs(CHAINED)
@@ -91,8 +93,8 @@ def _settle_windows_kernel(
     limit = tl.load(limit_len + slot)
     b_ends = _ends(b_token, length + 2 + o_w, limit, stop_ids + slot * STOPS, STOPS)
     m_draft = o_w < W - 1
-    if HAS_FORCED:
-        b_kept = o_w < tl.load(forced + i_row)
+    if NUM_FORCED > 0:
+        b_kept = o_w < tl.load(forced + (length + 1) % NUM_FORCED)
     else:
         b_kept = b_token == tl.load(window_tokens + slot * W_MAX + 1 + o_w, mask=m_draft, other=-1)
     b_goes_on = b_kept & (b_ends == 0) & (o_w < num_proposed) & m_draft
@@ -100,11 +102,12 @@ def _settle_windows_kernel(
     token = tl.sum(tl.where(o_w == last, b_token, 0))
     is_null = slot == NULL_SLOT
     is_over = (tl.sum(tl.where(o_w == last, b_ends, 0)) > 0) | is_null
-    emitted = tl.where(is_null, 0, last + 1).to(tl.int64)
+    count = tl.where(is_null, 0, last + 1).to(tl.int64)
+    tl.store(emitted + i_row * (2 + W) + 2 + o_w, b_token, mask=o_w < W)
     _store(
-        i_row, slot, length, emitted, num_proposed, token, is_over, checkpoint_len,
+        i_row, slot, length, count, num_proposed, token, is_over, checkpoint_len,
         out_seq_lens, out_checkpoint_len, out_done, window_tokens,
-        lens, proposed, live_slots, after, newest, NULL_SLOT, W_MAX,
+        emitted, lens, live_slots, after, newest, NULL_SLOT, W, W_MAX,
     )  # fmt: skip
 
 
@@ -123,8 +126,8 @@ def _settle_trees_kernel(
     num_drafts,
     limit_len,
     stop_ids,
+    emitted,
     lens,
-    proposed,
     live_slots,
     after,
     newest,
@@ -135,7 +138,7 @@ def _settle_trees_kernel(
     W_MAX: tl.constexpr,
     STOPS: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    HAS_FORCED: tl.constexpr,
+    NUM_FORCED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     await_inputs(CHAINED)
@@ -156,8 +159,8 @@ def _settle_trees_kernel(
 
     m_parent = b_parent[:, None] == o_w[None, :]
     b_over = tl.sum(tl.where(m_parent, b_ends[None, :], 0), axis=1)
-    if HAS_FORCED:
-        m_foretold = b_depth <= tl.load(forced + i_row)
+    if NUM_FORCED > 0:
+        m_foretold = b_depth <= tl.load(forced + (length + 1) % NUM_FORCED)
     else:
         b_held = tl.load(window_tokens + slot * W_MAX + o_w, mask=m_w, other=-1)
         m_foretold = tl.sum(tl.where(m_parent, b_token[None, :], 0), axis=1) == b_held
@@ -181,12 +184,13 @@ def _settle_trees_kernel(
     b_emitted = tl.sum(tl.where(m_path, b_token[None, :], 0), axis=1)
     tl.store(path + i_row * W + o_w, b_path, mask=m_w)
     tl.store(tokens + i_row * W + o_w, b_emitted, mask=m_w)
+    tl.store(emitted + i_row * (2 + W) + 2 + o_w, b_emitted, mask=m_w)
 
     token = tl.sum(tl.where(o_w == last, b_token, 0), axis=0)
     is_over = (tl.sum(tl.where(o_w == last, b_ends, 0), axis=0) > 0) | is_null
-    emitted = tl.where(is_null, 0, count)
+    count = tl.where(is_null, 0, count)
     _store(
-        i_row, slot, length, emitted, num_proposed, token, is_over, checkpoint_len,
+        i_row, slot, length, count, num_proposed, token, is_over, checkpoint_len,
         out_seq_lens, out_checkpoint_len, out_done, window_tokens,
-        lens, proposed, live_slots, after, newest, NULL_SLOT, W_MAX,
+        emitted, lens, live_slots, after, newest, NULL_SLOT, W, W_MAX,
     )  # fmt: skip

@@ -43,7 +43,6 @@ class Settled:
     """A step's outcome, B rows."""
 
     lens: Tensor  # [B] int64: tokens emitted; 0 for padded rows
-    proposed: Tensor  # [B] int64: drafts that the window held
     live_slots: Tensor  # [B] int64: the null slot for rows that are padded or have ended
     seq_lens: Tensor  # [B] int64: committed length after the step
     newest: Tensor  # [B] int64: the last token emitted
@@ -87,14 +86,17 @@ def settle_windows(
     seq_lens: Tensor,  # [B] int64: committed length before the window
     checkpoint_len: Tensor,  # [B] int64: checkpoint length once the step is over
     columns: AcceptColumns,  # written
+    emitted: Tensor,  # [B, 2 + W] int64, contiguous, written
     *,
     null_slot: int,
-    forced: Tensor | None = None,  # [B] int64
+    forced: Tensor | None = None,  # [N] int64
 ) -> Settled:
     """Run `accept_chain` on the slots' windows and store the outcome in their columns.
 
     The null slot stays at length 0 and done; of the tokens that its rows put into its window any
-    one may stay.
+    one may stay. A row of `emitted`, which the host reads, is how many tokens were emitted, how
+    many drafts the window held, and the window's tokens, emitted ones first. Of `forced` drafts as
+    many are kept as the entry says of the first sample's position, modulo N.
     """
     proposed = columns.num_drafts.index_select(0, slots)
     outcome = accept_chain(
@@ -104,9 +106,11 @@ def settle_windows(
         columns.limit_len.index_select(0, slots),
         columns.stop_ids.index_select(0, slots),
         proposed,
-        forced,
+        _forced_at(seq_lens + 1, forced),
     )
-    return _store(outcome, proposed, slots, seq_lens, checkpoint_len, columns, null_slot)
+    settled = _store(outcome, slots, seq_lens, checkpoint_len, columns, null_slot)
+    _report(settled, proposed, sampled, emitted)
+    return settled
 
 
 def accept_tree(
@@ -152,10 +156,11 @@ def settle_trees(
     seq_lens: Tensor,  # [B] int64: committed length before the window
     checkpoint_len: Tensor,  # [B] int64: checkpoint length once the step is over
     columns: AcceptColumns,  # written
+    emitted: Tensor,  # [B, 2 + W] int64, contiguous, written
     bits: Tensor,  # [B, W] int64: `draft_tree.ancestor_bits`
     *,
     null_slot: int,
-    forced: Tensor | None = None,  # [B] int64
+    forced: Tensor | None = None,  # [N] int64
 ) -> SettledTrees:
     """Run `accept_tree` on the slots' windows and store the outcome; as `settle_windows`."""
     proposed = columns.num_drafts.index_select(0, slots)
@@ -167,16 +172,25 @@ def settle_trees(
         columns.limit_len.index_select(0, slots),
         columns.stop_ids.index_select(0, slots),
         proposed,
-        forced,
+        _forced_at(seq_lens + 1, forced),
     )
-    settled = _store(outcome, proposed, slots, seq_lens, checkpoint_len, columns, null_slot)
+    settled = _store(outcome, slots, seq_lens, checkpoint_len, columns, null_slot)
     path = path.masked_fill((slots == null_slot)[:, None], 0)
-    return SettledTrees(**vars(settled), path=path, tokens=sampled.gather(1, path))
+    tokens = sampled.gather(1, path)
+    _report(settled, proposed, tokens, emitted)
+    return SettledTrees(**vars(settled), path=path, tokens=tokens)
+
+
+def _forced_at(positions: Tensor, forced: Tensor | None) -> Tensor | None:
+    return None if forced is None else forced.index_select(0, positions % forced.shape[0])
+
+
+def _report(settled: Settled, proposed: Tensor, tokens: Tensor, emitted: Tensor) -> None:
+    emitted.copy_(torch.cat((settled.lens[:, None], proposed[:, None], tokens), dim=1))
 
 
 def _store(
     outcome: Acceptance,
-    proposed: Tensor,
     slots: Tensor,
     seq_lens: Tensor,
     checkpoint_len: Tensor,
@@ -193,4 +207,4 @@ def _store(
     columns.done.index_copy_(0, slots, is_over)
     columns.window_tokens.select(1, 0).index_copy_(0, slots, outcome.newest)
     live_slots = slots.masked_fill(is_over, null_slot)
-    return Settled(lens, proposed, live_slots, after, outcome.newest)
+    return Settled(lens, live_slots, after, outcome.newest)

@@ -21,6 +21,7 @@ def settle_windows(
     seq_lens: Tensor,
     checkpoint_len: Tensor,
     columns: AcceptColumns,
+    emitted: Tensor,
     *,
     null_slot: int,
     forced: Tensor | None = None,
@@ -29,7 +30,9 @@ def settle_windows(
     num_rows, window = sampled.shape
     assert sampled.is_contiguous(), "a row's tokens are contiguous"
     assert columns.window_tokens.is_contiguous(), "the table's windows are contiguous"
-    out = Settled(*(torch.empty_like(slots) for _ in range(5)))
+    assert emitted.shape == (num_rows, 2 + window), f"rows of {emitted.shape} for {sampled.shape}"
+    assert emitted.is_contiguous(), "a row's results are contiguous"
+    out = Settled(*(torch.empty_like(slots) for _ in range(4)))
     _settle_windows_kernel[(num_rows,)](
         sampled,
         slots,
@@ -38,17 +41,17 @@ def settle_windows(
         # without forced drafts nobody reads this
         slots if forced is None else forced,
         *_pointers(columns),
+        emitted,
         out.lens,
-        out.proposed,
         out.live_slots,
         out.seq_lens,
         out.newest,
         NULL_SLOT=null_slot,
         W=window,
+        NUM_FORCED=0 if forced is None else forced.shape[0],
         W_MAX=columns.window_tokens.shape[1],
         STOPS=columns.stop_ids.shape[1],
         BLOCK_W=triton.next_power_of_2(window),
-        HAS_FORCED=forced is not None,
         num_warps=1,
         **chained(slots),
     )
@@ -61,6 +64,7 @@ def settle_trees(
     seq_lens: Tensor,
     checkpoint_len: Tensor,
     columns: AcceptColumns,
+    emitted: Tensor,
     bits: Tensor,
     *,
     null_slot: int,
@@ -72,8 +76,10 @@ def settle_trees(
     assert bits.shape == sampled.shape, f"bits {bits.shape} of nodes {sampled.shape}"
     assert bits.is_contiguous(), "a row's bits are contiguous"
     assert columns.window_tokens.is_contiguous(), "the table's windows are contiguous"
+    assert emitted.shape == (num_rows, 2 + window), f"rows of {emitted.shape} for {sampled.shape}"
+    assert emitted.is_contiguous(), "a row's results are contiguous"
     out = SettledTrees(
-        *(torch.empty_like(slots) for _ in range(5)),
+        *(torch.empty_like(slots) for _ in range(4)),
         *(torch.empty_like(sampled) for _ in range(2)),
     )
     _settle_trees_kernel[(num_rows,)](
@@ -85,8 +91,8 @@ def settle_trees(
         # without forced drafts nobody reads this
         slots if forced is None else forced,
         *_pointers(columns),
+        emitted,
         out.lens,
-        out.proposed,
         out.live_slots,
         out.seq_lens,
         out.newest,
@@ -94,10 +100,10 @@ def settle_trees(
         out.tokens,
         NULL_SLOT=null_slot,
         W=window,
+        NUM_FORCED=0 if forced is None else forced.shape[0],
         W_MAX=columns.window_tokens.shape[1],
         STOPS=columns.stop_ids.shape[1],
         BLOCK_W=triton.next_power_of_2(window),
-        HAS_FORCED=forced is not None,
         num_warps=1,
         **chained(slots),
     )

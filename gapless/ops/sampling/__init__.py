@@ -16,7 +16,7 @@ from gapless.ops.sampling import masks, philox, ranking, reference, shards
 from gapless.ops.sampling.edits import EditRows, edit_logits, edit_trees, edit_windows
 from gapless.ops.sampling.logprobs import packed_logprobs
 from gapless.ops.sampling.masks import MaskRows
-from gapless.ops.sampling.reference import SamplingMode, SamplingRows
+from gapless.ops.sampling.reference import SamplingColumns, SamplingMode, SamplingRows
 from gapless.ops.sampling.shards import ranked_of_all
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EditRows",
     "MaskRows",
+    "SamplingColumns",
     "SamplingMode",
     "SamplingRows",
     "best_of_all",
@@ -72,10 +73,10 @@ def rank_tokens(
 ) -> tuple[Tensor, Tensor]:  # [N, count] int64 and logits' dtype
     """Return each row's likeliest tokens, `sample`'s own first. Contract: `ranking.rank_tokens`."""
     sampled = sample(logits, positions, rows, mode=mode)
-    noise = None
+    temperature, noise = rows.of(rows.columns.temperature), None
     if not mode.is_greedy:
-        noise = gumbel_noise(rows.seeds, positions, logits.shape[1])
-    return ranking.rank_tokens(logits, sampled, rows.temperature, noise, count=count)
+        noise = gumbel_noise(rows.of(rows.columns.seeds), positions, logits.shape[1])
+    return ranking.rank_tokens(logits, sampled, temperature, noise, count=count)
 
 
 def shard_best(
@@ -126,10 +127,10 @@ def shard_ranked(
 ) -> Tensor:  # [N, 2 * count + 1] logits' dtype
     """Return what `ranked_of_all` wants of a shard. Contract: `shards.shard_ranked`."""
     assert mode.is_plain, "the best of a shard say nothing about what filters and edits leave"
-    noise = None
+    temperature, noise = rows.of(rows.columns.temperature), None
     if not mode.is_greedy:
-        noise = gumbel_noise(rows.seeds, positions, logits.shape[1], first)
-    return shards.shard_ranked(logits, rows.temperature, noise, count=count, first=first)
+        noise = gumbel_noise(rows.of(rows.columns.seeds), positions, logits.shape[1], first)
+    return shards.shard_ranked(logits, temperature, noise, count=count, first=first)
 
 
 def mask_logits(

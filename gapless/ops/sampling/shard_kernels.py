@@ -6,19 +6,23 @@ import triton
 import triton.language as tl
 
 from gapless.ops.chaining import await_inputs
-from gapless.ops.sampling.kernels import NEG_INF, NO_ID, _best, _better, _noise_of_run
+from gapless.ops.sampling.arithmetic import NEG_INF, NO_ID, _best, _better
+from gapless.ops.sampling.noise_kernels import _noise_of_run
 
 
-@triton.jit
+# any number of rows per slot is served by one compiled kernel
+@triton.jit(do_not_specialize=["repeat"])
 def _shard_best_kernel(
     logits,
     positions,
+    slots,
     temperatures,
     seeds,
     pairs,
     stride_row,
     first,
     num_splits,
+    repeat,
     V: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -30,7 +34,8 @@ def _shard_best_kernel(
     await_inputs(CHAINED)
     i_split = tl.program_id(0)
     i_row = tl.program_id(1).to(tl.int64)
-    temperature = tl.load(temperatures + i_row) if IS_DRAWN else 0.0
+    slot = tl.load(slots + tl.program_id(1) // repeat)
+    temperature = tl.load(temperatures + slot) if IS_DRAWN else 0.0
     b_best = tl.full([BLOCK], NEG_INF, tl.float32)
     b_id = tl.full([BLOCK], NO_ID, tl.int32)
     for i_block in range(SPLIT // BLOCK):
@@ -46,7 +51,7 @@ def _shard_best_kernel(
             if temperature > 0.0:
                 b_x = tl.div_rn(b_x, temperature)
                 if tl.max(b_x) > NEG_INF:
-                    seed, position = tl.load(seeds + i_row), tl.load(positions + i_row)
+                    seed, position = tl.load(seeds + slot), tl.load(positions + i_row)
                     b_x += _noise_of_run(seed, position, first + i_first, BLOCK)
         b_best, b_id = _better(b_best, b_id, b_x, tl.where(m_v, o_v, NO_ID))
     best, best_id = _best(b_best, b_id)

@@ -36,11 +36,11 @@ def shard_best(
     """Return what may be a row's best, of runs of ids in their order; here of all as one run."""
     assert mode.is_plain, "the best of a shard says nothing about what filters and edits leave"
     assert first + logits.shape[1] <= MAX_IDS, "ids are exact in float32"
-    noise = None
+    temperature, noise = rows.of(rows.columns.temperature), None
     if not mode.is_greedy:
-        noise = gumbel_noise(rows.seeds, positions, logits.shape[1], first)
+        noise = gumbel_noise(rows.of(rows.columns.seeds), positions, logits.shape[1], first)
     # of several equal ones the first
-    value, index = perturb(logits, rows.temperature, noise).max(-1)
+    value, index = perturb(logits, temperature, noise).max(-1)
     return torch.stack((value, (index + first).to(value.dtype)), dim=1)[:, None]
 
 

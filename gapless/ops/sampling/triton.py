@@ -1,6 +1,15 @@
 """`reference.sample` without a sort: thresholds by bisection, greedy rows skipped on the device.
 
-The same tokens as the definition, save where rounding decides: a share of top-p is a sum of
+Four stages, of which a greedy row takes the first and last:
+
+    maximum   the largest logit of each split of a row
+    survey    for top-k and top-p: how many tokens, and how much mass, lie above each of a few cuts
+    collect   without those filters: the best perturbed logit of each split; with them: the tokens
+              above the highest cut that is sure to hold all that is kept
+    choose    the filters' thresholds by bisection over what was collected, and the best of the rest
+
+Kernels read a row's parameters in the slot table's columns: nothing is gathered for them. The same
+tokens as the definition, save where rounding decides: a share of top-p is a sum of
 integers here and a running float sum there. NaN is never chosen.
 """
 
@@ -12,16 +21,12 @@ import torch
 import triton
 
 from gapless.ops.chaining import chained
-from gapless.ops.sampling.kernels import (
-    SCRATCH_LEN,
-    _choose_kernel,
-    _collect_kernel,
-    _mask_kernel,
-    _maximum_kernel,
-    _noise_kernel,
-    _survey_kernel,
-)
+from gapless.ops.sampling.arithmetic import SCRATCH_LEN
+from gapless.ops.sampling.choose_kernel import _choose_kernel
+from gapless.ops.sampling.mask_kernel import _mask_kernel
+from gapless.ops.sampling.noise_kernels import _noise_kernel
 from gapless.ops.sampling.shard_kernels import _best_of_all_kernel, _shard_best_kernel
+from gapless.ops.sampling.split_kernels import _collect_kernel, _maximum_kernel, _survey_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,34 +91,33 @@ def sample(
             torch.empty(num_rows, capacity, dtype=torch.float32, device=device),
             torch.empty(num_rows, capacity, dtype=torch.int32, device=device),
         )
-    # a slot's parameters that serve its whole window may come as one entry of stride 0
-    positions = positions.contiguous()
-    stops = (rows.min_len.contiguous(), rows.stop_ids.contiguous())
-    filters = tuple(x.contiguous() for x in (rows.temperature, rows.top_k, rows.top_p))
-    noise = (rows.min_p.contiguous(), rows.seeds.contiguous())
+    columns = rows.columns
+    at = (positions.contiguous(), rows.slots)
+    filters = (columns.temperature, columns.top_k, columns.top_p)
+    noise, stops = (columns.min_p, columns.seeds), (columns.min_len, columns.stop_ids)
     sizes: dict[str, Any] = {
         "V": vocab_size,
-        "STOPS": rows.stop_ids.shape[1] if mode.edits_logits else 0,
+        "STOPS": columns.stop_ids.shape[1] if mode.edits_logits else 0,
     }
     sizes |= chained(logits)
     block_s = triton.next_power_of_2(num_splits)
     grid = (num_splits, num_rows)
-    strides = (logits.stride(0), num_splits)
+    strides = (logits.stride(0), num_splits, rows.repeat)
     _maximum_kernel[grid](
-        logits, positions, *stops, scratch, *largest, *strides,
+        logits, *at, *stops, scratch, *largest, *strides,
         SPLIT=split, BLOCK=BLOCK, IS_DRAWN=is_drawn, **sizes, num_warps=4,
     )  # fmt: skip
     if is_drawn:
         _survey_kernel[grid](
-            logits, positions, *filters, *stops, scratch, *largest, *strides,
+            logits, *at, *filters, *stops, scratch, *largest, *strides,
             SPLIT=split, BLOCK=SURVEY_BLOCK, BLOCK_S=block_s, **sizes, num_warps=4,
         )  # fmt: skip
         _collect_kernel[grid](
-            logits, positions, *filters, *noise, *stops, scratch, *largest, *drawn, *kept, *strides,
+            logits, *at, *filters, *noise, *stops, scratch, *largest, *drawn, *kept, *strides,
             SPLIT=split, BLOCK=BLOCK, BLOCK_S=block_s, CAPACITY=capacity, **sizes, num_warps=4,
         )  # fmt: skip
     _choose_kernel[(num_rows,)](
-        logits, positions, *filters, *noise, *stops, scratch, *largest, *drawn, *kept, tokens,
+        logits, *at, *filters, *noise, *stops, scratch, *largest, *drawn, *kept, tokens,
         *strides,
         BLOCK=CHOOSE_BLOCK, BLOCK_S=block_s, CAPACITY=capacity, IS_DRAWN=is_drawn, **sizes,
         num_warps=8 if is_drawn else 1,
@@ -154,8 +158,8 @@ def shard_best(
     pairs = torch.empty(num_rows, num_splits, 2, dtype=torch.float32, device=logits.device)
     if num_rows:
         _shard_best_kernel[(num_splits, num_rows)](
-            logits, positions.contiguous(), rows.temperature.contiguous(), rows.seeds.contiguous(),
-            pairs, logits.stride(0), first, num_splits,
+            logits, positions.contiguous(), rows.slots, rows.columns.temperature,
+            rows.columns.seeds, pairs, logits.stride(0), first, num_splits, rows.repeat,
             V=num_ids, SPLIT=split, BLOCK=BLOCK, LEAD=first % 4, IS_DRAWN=not mode.is_greedy,
             num_warps=4, **chained(logits),
         )  # fmt: skip

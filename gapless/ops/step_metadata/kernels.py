@@ -19,12 +19,17 @@ def _window_indices_kernel(
     in_state_rows,
     in_done,
     page_table,
+    window_tokens,
+    fresh_index,
+    fresh_page,
     tree,
     slots,
     seq_lens,
+    tokens,
     fold_len,
     positions,
     logical,
+    sampled_at,
     ancestors,
     kv_write,
     ring_read,
@@ -50,6 +55,8 @@ def _window_indices_kernel(
     WIDTH: tl.constexpr,
     N: tl.constexpr,
     W: tl.constexpr,
+    W_MAX: tl.constexpr,
+    NUM_FRESH: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
     HAS_TREE: tl.constexpr,
@@ -73,7 +80,16 @@ def _window_indices_kernel(
     m_w = o_w < W
     position = length + o_w
     o_token = i_row * W + o_w
-    page = tl.load(page_table + slot * page_stride + position // PAGE_SIZE, mask=m_w, other=0)
+    o_page = slot * page_stride + position // PAGE_SIZE
+    page = tl.load(page_table + o_page, mask=m_w, other=0)
+    for i_fresh in tl.static_range(NUM_FRESH):
+        # what is written here is not read back: fresh pages take the place of those that were read
+        o_fresh = tl.load(fresh_index + i_row * NUM_FRESH + i_fresh)
+        fresh = tl.load(fresh_page + i_row * NUM_FRESH + i_fresh)
+        page = tl.where(o_page == o_fresh, fresh, page)
+        tl.store(page_table + o_fresh, fresh)
+    b_held = tl.load(window_tokens + slot * W_MAX + o_w, mask=m_w)
+    tl.store(tokens + o_token, b_held, mask=m_w)
     tl.store(positions + o_token, position, mask=m_w)
     tl.store(kv_write + o_token, page * PAGE_SIZE + position % PAGE_SIZE, mask=m_w)
     tl.store(ring_write + o_token, slot * R + position % R, mask=m_w)
@@ -88,6 +104,9 @@ def _window_indices_kernel(
         b_logical = length + _depths(b_bits, o_node)
         tl.store(ancestors + o_token, b_bits, mask=m_w)
         tl.store(logical + o_token, b_logical, mask=m_w)
+        tl.store(sampled_at + o_token, b_logical + 1, mask=m_w)
+    else:
+        tl.store(sampled_at + o_token, position + 1, mask=m_w)
     for i_far in tl.static_range(WIDTH):
         i_tap = WIDTH - 1 - i_far
         if HAS_TREE:
@@ -150,3 +169,62 @@ def _path_moves_kernel(
     tl.store(ring_write + o_node, slot * R + target % R, mask=m_w)
     tl.store(conv_read + o_node, slot * R_C + source % R_C, mask=m_w)
     tl.store(conv_write + o_node, slot * R_C + target % R_C, mask=m_w)
+
+
+@triton.jit
+def _extend_indices_kernel(
+    slots,
+    seq_lens,
+    lens,
+    page_table,
+    positions,
+    kv_write,
+    ring_write,
+    newest,
+    page_stride,
+    PAGE_SIZE: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    await_inputs(CHAINED)
+    i_row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + i_row)
+    o_w = tl.arange(0, BLOCK_W)
+    m_w = o_w < W
+    o_token = i_row * W + o_w
+    before = tl.load(seq_lens + i_row) + o_w
+    position = before + 1
+    page = tl.load(page_table + slot * page_stride + position // PAGE_SIZE, mask=m_w, other=0)
+    tl.store(positions + o_token, position, mask=m_w)
+    tl.store(kv_write + o_token, page * PAGE_SIZE + position % PAGE_SIZE, mask=m_w)
+    tl.store(ring_write + o_token, slot * R + before % R, mask=m_w)
+    tl.store(newest + i_row, i_row * W + tl.maximum(tl.load(lens + i_row) - 1, 0))
+
+
+# any number of rows is served by one compiled kernel
+@triton.jit(do_not_specialize=["num_rows"])
+def _draft_indices_kernel(
+    slots,
+    seq_lens,
+    page_table,
+    positions,
+    kv_write,
+    num_rows,
+    page_stride,
+    PAGE_SIZE: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    await_inputs(CHAINED)
+    i_row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + i_row)
+    o_n = tl.arange(0, BLOCK_N)
+    m_n = o_n < N
+    o_draft = o_n * num_rows + i_row
+    position = tl.load(seq_lens + i_row) + 1 + o_n
+    page = tl.load(page_table + slot * page_stride + position // PAGE_SIZE, mask=m_n, other=0)
+    tl.store(positions + o_draft, position, mask=m_n)
+    tl.store(kv_write + o_draft, page * PAGE_SIZE + position % PAGE_SIZE, mask=m_n)

@@ -93,7 +93,16 @@ class SlotColumns:
     checkpoint_len: Tensor  # [slots + 1] int64
     state_rows: Tensor  # [slots + 1] int64
     done: Tensor  # [slots + 1] bool
-    page_table: Tensor  # [slots + 1, P] int64
+    page_table: Tensor  # [slots + 1, P] int64, contiguous, written where pages are fresh
+    window_tokens: Tensor  # [slots + 1, W_max] int64, contiguous
+
+
+@dataclass(frozen=True)
+class FreshPages:
+    """Up to E pages per row that are new to its slot; the rest name the null slot and null page."""
+
+    index: Tensor  # [B, E] int64: entries of the flat page table, of the row's own slot
+    page: Tensor  # [B, E] int64
 
 
 class StepConstants:
@@ -112,9 +121,11 @@ class WindowIndices:
 
     slots: Tensor  # [B]: the null slot for rows that are padded, or done when the step starts
     seq_lens: Tensor  # [B]
+    tokens: Tensor  # [B, W]: the windows' tokens
     fold_len: Tensor  # [B]: checkpoint length once the step has folded
     positions: Tensor  # [B, W]: where a node's KV and ring entries are stored
     logical: Tensor  # [B, W]: of a tree's nodes seq_lens + depth; of a chain's `positions` itself
+    sampled_at: Tensor  # [B, W]: logical position that a node's sample will occupy
     ancestors: Tensor | None  # [B, W] int64: `draft_tree.ancestor_bits`; None is a chain
     kv_write: Tensor  # [B * W]
     replay: ReplayIndices
@@ -133,6 +144,24 @@ class PathMoves:
     ring_write: Tensor
     conv_read: Tensor
     conv_write: Tensor
+
+
+@dataclass(frozen=True)
+class ExtendIndices:
+    """Where a layer that reads hidden states one position before takes in B windows of W tokens."""
+
+    positions: Tensor  # [B, W]
+    kv_write: Tensor  # [B * W]
+    ring_write: Tensor  # [B * W]: entries of a ring of hidden states, those before the positions
+    newest: Tensor  # [B]: which of the B * W tokens was emitted last; of padded rows the first
+
+
+@dataclass(frozen=True)
+class DraftIndices:
+    """Where N drafts of each of B rows stand, in a row after the newest token; each [N, B]."""
+
+    positions: Tensor
+    kv_write: Tensor
 
 
 def kv_entries(
@@ -154,15 +183,19 @@ def window_indices(
     *,
     window: int,  # W
     tree: Tensor | None = None,  # [slots + 1, W_max] int64: `draft_tree.ancestor_bits` of each slot
+    fresh: FreshPages | None = None,
 ) -> WindowIndices:
     """Derive a step's index tensors from its slots and the slot table, on the device.
 
-    A row whose slot is done is renamed to the null slot here, once for every layer and stage.
+    Fresh pages are put into the page table first. A row whose slot is done is renamed to the null
+    slot here, once for every layer and stage.
 
     With `tree`, node i is stored at seq_lens + i, and the tap at distance t of it is its t-th
     ancestor, or where its path is shorter the committed position seq_lens + depth - t. A null row's
     bits are not read: its nodes see themselves alone, at depth 0.
     """
+    if fresh is not None:
+        columns.page_table.view(-1).index_copy_(0, fresh.index.view(-1), fresh.page.view(-1))
     done = columns.done.index_select(0, slots)
     slots = slots.masked_fill(done, geometry.null_slot)
     seq_lens = columns.seq_lens.index_select(0, slots)
@@ -190,9 +223,11 @@ def window_indices(
     return WindowIndices(
         slots=slots,
         seq_lens=seq_lens,
+        tokens=columns.window_tokens.index_select(0, slots)[:, :window].contiguous(),
         fold_len=fold_len,
         positions=positions,
         logical=logical,
+        sampled_at=logical + 1,
         ancestors=ancestors,
         kv_write=kv_entries(columns.page_table, slots, positions, geometry.page_size),
         replay=ReplayIndices(
@@ -220,6 +255,41 @@ def _path_taps(
     nodes = nth_ancestors(ancestors, distance[:, 0])
     committed = logical - distance[:, :, None]
     return torch.where(nodes < 0, committed, seq_lens[:, None] + nodes).flatten(1)
+
+
+def extend_indices(
+    slots: Tensor,  # [B] int64
+    seq_lens: Tensor,  # [B] int64: committed length before the window
+    lens: Tensor,  # [B] int64: tokens emitted; 0 for padded rows
+    page_table: Tensor,  # [slots + 1, P]
+    geometry: Geometry,
+    *,
+    width: int,  # W
+) -> ExtendIndices:
+    """Return the indices of W tokens from one position past the committed length on."""
+    before = seq_lens[:, None] + torch.arange(width, device=slots.device)
+    positions, ring_len = before + 1, geometry.hidden_ring_len
+    first = torch.arange(slots.shape[0], device=slots.device) * width
+    return ExtendIndices(
+        positions=positions,
+        kv_write=kv_entries(page_table, slots, positions, geometry.page_size),
+        ring_write=(slots[:, None] * ring_len + before % ring_len).view(-1),
+        newest=first + (lens - 1).clamp(min=0),
+    )
+
+
+def draft_indices(
+    slots: Tensor,  # [B] int64
+    seq_lens: Tensor,  # [B] int64: position of the newest token
+    page_table: Tensor,  # [slots + 1, P]
+    geometry: Geometry,
+    *,
+    count: int,  # N
+) -> DraftIndices:
+    """Return positions and KV entries of the N tokens after the newest."""
+    positions = seq_lens[:, None] + torch.arange(1, count + 1, device=slots.device)
+    entries = kv_entries(page_table, slots, positions, geometry.page_size).view_as(positions)
+    return DraftIndices(positions.t().contiguous(), entries.t().contiguous())
 
 
 def path_moves(
