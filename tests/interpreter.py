@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from triton import language as tl
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 if TYPE_CHECKING:
@@ -82,3 +83,18 @@ def _remember_shapes() -> None:
         self.__dict__.update(sizes, handle=handle, type=type, dtype=type.scalar)
 
     core.block_type.__init__, core.tensor.__init__ = block_init, tensor_init
+    _leave_equal_shapes_alone()
+
+
+def _leave_equal_shapes_alone() -> None:
+    """Broadcasting compares shapes by their dimensions, of which each is made into an object."""
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def broadcast_others(self: Any, lhs: Any, rhs: Any) -> Any:
+        # there is one dictionary per shape
+        one, other = (vars(x.type).get("of_tensors") for x in (lhs, rhs))
+        if one is not None and one is other:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    TritonSemantic.broadcast_impl_value = broadcast_others
