@@ -15,25 +15,24 @@ from multiprocessing import active_children, connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 
 from gapless import LLM, ConfigError, EngineOptions, SamplingParams
-from gapless.core.plan import DecodeRow, PrefillSegment, StepPlan, StepResult
+from gapless.core.plan import DecodeRow, PrefillSegment, StepPlan
 from gapless.core.request import Request
 from gapless.engine.client import EngineClient
 from gapless.engine.load import device_info
 from gapless.engine.worker import PlanReader, PlanWriter, Workers
 from gapless.errors import InternalError
 from gapless.ops.sampling import SamplingMode
+from tests.engine.summing import failing, summing
 from tests.engine_fixtures import runner_of
 from tests.ranks import CONFIGS, ThreadRunners, make_recipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gapless.layers.placement import Communicator
     from gapless.runner.device import Device
     from tests.ranks import CheckpointOf
 
@@ -290,35 +289,6 @@ def test_processes_agree_about_trees(
     counters = llm.engine.scheduler.counters
     assert counters.num_proposed == 8 * counters.num_steps
     llm.close()
-
-
-class SummingRunner:
-    """A runner whose step sums one number over the ranks, or fails as a plan says."""
-
-    def __init__(self, rank: int, communicator: Communicator) -> None:
-        self.rank, self.communicator = rank, communicator
-
-    def run(self, plan: StepPlan) -> SummingRunner:
-        if plan.step_id == 7 and self.rank == 1:
-            raise ValueError("seven is too much")
-        if plan.step_id == 8 and self.rank == 0:
-            raise ValueError("eight is too much")
-        own = torch.full((2, 1), float(plan.step_id + self.rank))
-        self.gathered = self.communicator.all_gather(own)
-        self.total = self.communicator.all_reduce(own)
-        return self
-
-    def wait(self) -> StepResult:
-        found = self.total[:, 0].numpy().astype(np.int32)
-        return StepResult(found, self.gathered.numpy().astype(np.int32), found, found)
-
-
-def summing(rank: int, communicator: Communicator) -> SummingRunner:
-    return SummingRunner(rank, communicator)
-
-
-def failing(rank: int, communicator: Communicator) -> SummingRunner:
-    raise MemoryError(f"rank {rank} has no room")
 
 
 def step(step_id: int) -> StepPlan:
