@@ -6,6 +6,7 @@ import logging
 import os
 import random
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,10 @@ torch.set_num_threads(1)
 # read when kernels are decorated, that is, when their modules are first imported
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if find_spec("triton") is not None:
+        from tests.interpreter import quicken
+
+        quicken()
 
 settings.register_profile(
     "ci",

@@ -316,6 +316,7 @@ def test_step_agrees_with_definition(recurrence: Recurrence, width: int, replay_
     check_step(shape, lengths if width < 8 else lengths[2:4])
 
 
+@pytest.mark.usefixtures("launches_do_nothing")
 @pytest.mark.parametrize(
     ("recurrence", "width", "replay_len"),
     [(MAMBA2, 1, 1), (GDN, 1, 4), (KDA, 1, 16), (KDA, 4, 1), (GDN, 4, 16), (MAMBA2, 16, 4)],

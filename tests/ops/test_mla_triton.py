@@ -138,6 +138,7 @@ def test_window_agrees_with_definition(
         torch.testing.assert_close(out[row].double(), case.wanted(row), rtol=bound, atol=bound)
 
 
+@pytest.mark.usefixtures("launches_do_nothing")
 @pytest.mark.parametrize("make", WINDOWS)
 def test_bytes_are_those_that_a_window_takes(
     kernels: ModuleType, make: partial[Window], monkeypatch: pytest.MonkeyPatch
