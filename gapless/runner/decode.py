@@ -241,7 +241,7 @@ class DecodeRunner:
         page_index = np.full(shape, geometry.null_slot * columns)
         page_value = np.full(shape, geometry.null_page)
         if entries:
-            rows = {slot: row for row, slot in enumerate(slots.tolist())}
+            rows = dict(zip(slots.tolist(), range(slots.size), strict=True))
             filled = Counter[int]()
             for entry in entries:
                 row, place = rows[entry.slot], filled[entry.slot]
