@@ -182,9 +182,7 @@ def test_ranked_tokens_are_those_of_whole_rows(
         if noise is not None:
             part = philox.gumbel_noise(rows.seeds, positions, own.shape[1], first)
         found.append(shards.shard_ranked(own, rows.temperature, part, count=count, first=first))
-    tokens, logprobs = shards.ranked_of_all(
-        torch.stack(found, dim=1), vocab_size, count=count
-    )
+    tokens, logprobs = shards.ranked_of_all(torch.stack(found, dim=1), vocab_size, count=count)
     assert torch.equal(tokens, wanted[0])
     torch.testing.assert_close(logprobs, wanted[1], rtol=0, atol=1e-12)
     assert torch.equal(logits, before)
