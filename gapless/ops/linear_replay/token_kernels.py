@@ -16,7 +16,8 @@ A record is x [columns, K], r [columns, NP], u [columns], then the fold's weight
 
 Decays are sums of log decays over what lies between, built up from the newest on, so nothing is
 subtracted and no exponent is above zero: each ring entry meets the decay of its newer neighbour,
-and the oldest one's own is left for the state.
+and the oldest one's own is left for the state. The weights kernel with a decay per channel is in
+`channel_weights_kernels.py`.
 """
 
 # ruff: noqa: PLR0912, RUF005
@@ -74,7 +75,6 @@ def _token_weights_kernel(
     HEADS: tl.constexpr,  # value heads of a program, of one key head
     SIZE: tl.constexpr,  # of a record
     HAS_DELTA: tl.constexpr,
-    IS_PER_CHANNEL: tl.constexpr,
     HAS_NORM: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -96,7 +96,7 @@ def _token_weights_kernel(
                 _fold_weights(
                     records + (i_row * HV + i_head) * SIZE + COLUMNS * (K + NP + 1),
                     k_ring, g_ring, entries, fold_mask + i_row * N, i_head, i_key_head, eps,
-                    N, NP, H, HV, K, KB, IS_PER_CHANNEL, HAS_NORM,
+                    N, NP, H, HV, K, KB, IS_PER_CHANNEL=False, HAS_NORM=HAS_NORM,
                 )  # fmt: skip
         return
     entry, m_live, newer, m_newer = _ring(entries, zero_entry, N, NP)
@@ -114,23 +114,15 @@ def _token_weights_kernel(
         key = tl.load(k + i_row * k_stride + i_key_head * K + c * KB + o_k)
         query = tl.load(q + i_row * q_stride + i_key_head * K + c * KB + o_k).to(tl.float32)
         ring_keys = ring_keys + (tl.load(p_keys + c * KB, mask=m_live[:, None], other=0),)
-        if IS_PER_CHANNEL:
-            o_c = c * KB + o_k
-            p_newer = g_ring + ((newer * HV + first_head) * K)[:, None] + o_c[None, :]
-            g_newer = tl.load(p_newer, mask=m_newer[:, None], other=0)
-            g_oldest = tl.load(g_ring + (oldest * HV + first_head) * K + o_c)
-            g = tl.load(log_decay + i_row * g_stride + first_head * K + o_c)
-            decays = decays + ((g_newer, g_oldest, g),)
         keys = keys + (key.to(tl.float32),)
         queries = queries + (query,)
     betas = ()
     for h in tl.static_range(HEADS):
         i_head = first_head + h
-        if not IS_PER_CHANNEL:
-            g = tl.load(log_decay + i_row * g_stride + i_head)
-            g_newer = tl.load(g_ring + newer * HV + i_head, mask=m_newer, other=0)
-            g_oldest = tl.load(g_ring + oldest * HV + i_head)
-            decays = decays + ((g_newer, g_oldest, g),)
+        g = tl.load(log_decay + i_row * g_stride + i_head)
+        g_newer = tl.load(g_ring + newer * HV + i_head, mask=m_newer, other=0)
+        g_oldest = tl.load(g_ring + oldest * HV + i_head)
+        decays = decays + ((g_newer, g_oldest, g),)
         if HAS_DELTA:
             betas = betas + (tl.load(beta + i_row * beta_stride + i_head).to(tl.float32),)
     # all is read before the first is needed; the next kernel's reads of the state would be in
@@ -140,8 +132,6 @@ def _token_weights_kernel(
         if first_head % (HV // H) == 0:
             p_written = k_ring + (written * H + i_key_head) * K + c * KB + o_k
             tl.store(p_written, keys[c].to(k_ring.dtype.element_ty))
-        if IS_PER_CHANNEL:
-            tl.store(g_ring + (written * HV + first_head) * K + c * KB + o_k, decays[c][2])
         key_squares += keys[c] * keys[c]
         query_squares += queries[c] * queries[c]
         products += keys[c] * queries[c]
@@ -151,7 +141,6 @@ def _token_weights_kernel(
         query_scale *= tl.rsqrt(tl.sum(query_squares) + eps)
     pair = tl.sum(products) * (key_scale * query_scale)
 
-    # with one decay per channel HEADS is 1, and the decays enter here
     key_sum = tl.zeros([NP, KB], tl.float32)
     query_sum = tl.zeros([NP, KB], tl.float32)
     squares = tl.zeros([NP, KB], tl.float32)
@@ -161,17 +150,10 @@ def _token_weights_kernel(
         ring_key = ring_keys[c].to(tl.float32)
         key, query = keys[c] * key_scale, queries[c] * query_scale
         squares += ring_key * ring_key
-        state_decay = 1.0
-        if IS_PER_CHANNEL:
-            g_newer, g_oldest, g = decays[c]
-            ring_key *= _decay(_sums(g_newer))
-            key *= _decay(g)
-            query *= _decay(g)
-            state_decay = _decay(tl.sum(g_newer, 0) + g_oldest)
         key_sum += ring_key * key[None, :]
         query_sum += ring_key * query[None, :]
-        state_keys = state_keys + (key * state_decay,)
-        state_queries = state_queries + (query * state_decay,)
+        state_keys = state_keys + (key,)
+        state_queries = state_queries + (query,)
     factor = tl.where(m_live, 1.0, 0.0)
     if HAS_NORM:
         factor *= tl.rsqrt(tl.where(m_live, tl.sum(squares, 1) + eps, 1.0))
@@ -181,13 +163,10 @@ def _token_weights_kernel(
     for h in tl.static_range(HEADS):
         i_head = first_head + h
         record = records + (i_row * HV + i_head) * SIZE
-        ring_decay = tl.full([NP], 1.0, tl.float32)
-        decay = 1.0
-        if not IS_PER_CHANNEL:
-            g_newer, g_oldest, g = decays[h]
-            tl.store(g_ring + written * HV + i_head, g)
-            ring_decay = _decay(_sums(g_newer) + g)
-            decay = _decay(tl.sum(g_newer, 0) + g_oldest + g)
+        g_newer, g_oldest, g = decays[h]
+        tl.store(g_ring + written * HV + i_head, g)
+        ring_decay = _decay(_sums(g_newer) + g)
+        decay = _decay(tl.sum(g_newer, 0) + g_oldest + g)
         b_beta = 0.0
         if HAS_DELTA:
             b_beta = betas[h]

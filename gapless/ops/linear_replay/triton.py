@@ -15,6 +15,10 @@ import torch
 
 from gapless.core.specs.linear import Recurrence
 from gapless.ops.chaining import chained
+from gapless.ops.linear_replay.channel_weights_kernels import (
+    _channel_token_kernel,
+    _channel_window_kernel,
+)
 from gapless.ops.linear_replay.fold_kernels import _fold_stream_kernel, _fold_weights_kernel
 from gapless.ops.linear_replay.token_kernels import _token_stream_kernel, _token_weights_kernel
 from gapless.ops.linear_replay.tuning import MATERIALIZE, Launch, launch_of
@@ -125,15 +129,26 @@ def _run_token(
     records = torch.empty((rows, value_heads, record.size), dtype=torch.float32, device=q.device)
     settings = record.settings(memory) | {"HAS_DELTA": beta is not None}
     places, zero_entry = _places(indices), memory.d_ring.shape[0] - 1
-    heads = 1 if is_per_channel else math.gcd(value_heads // key_heads, MOST_HEADS)
     gates = (q if beta is None else beta, log_decay)
-    _token_weights_kernel[value_heads // heads, rows, 2](
+    arguments = (
         q, k, *gates, records, memory.k_ring, memory.g_ring, *places,
         *(x.stride(0) for x in (q, k, *gates)),
         zero_entry, scale, 0.0 if l2norm_eps is None else l2norm_eps,
-        **settings, HAS_NORM=l2norm_eps is not None, KB=min(32, key_dim), HEADS=heads,
-        num_warps=launch.weights_warps, **chained(q),
     )  # fmt: skip
+    weights = settings | {"HAS_NORM": l2norm_eps is not None}
+    if is_per_channel:
+        del weights["HAS_DELTA"], weights["IS_PER_CHANNEL"]
+        _channel_token_kernel[value_heads, rows, 2](
+            *arguments, **weights, GROUP=min(record.entries, 16),
+            num_warps=launch.weights_warps, **chained(q),
+        )  # fmt: skip
+    else:
+        del weights["IS_PER_CHANNEL"]
+        heads = math.gcd(value_heads // key_heads, MOST_HEADS)
+        _token_weights_kernel[value_heads // heads, rows, 2](
+            *arguments, **weights, KB=min(32, key_dim), HEADS=heads,
+            num_warps=launch.weights_warps, **chained(q),
+        )  # fmt: skip
     out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     block_v = min(launch.block_v, value_dim)
     _token_stream_kernel[value_heads * (value_dim // block_v), rows](
@@ -164,17 +179,25 @@ def _run_window(
     settings = record.settings(memory) | {"RING": record.ring, "W": width, "HALF": record.half}
     places, zero_entry = _places(indices), memory.d_ring.shape[0] - 1
     gates = (q if beta is None else beta, log_decay)
-    _window_scores_kernel[value_heads, rows, 2](
+    arguments = (
         q, k, *gates, places[0] if ancestors is None else ancestors.contiguous(), records,
         memory.k_ring, memory.g_ring, *places,
         *(stride for x in (q, k, *gates) for stride in x.stride()[:2]),
         zero_entry, scale, 0.0 if l2norm_eps is None else l2norm_eps,
-        **settings, HAS_TREE=ancestors is not None, HAS_DELTA=beta is not None,
-        HAS_NORM=l2norm_eps is not None, KB=min(128, key_dim),
-        # the interpreter has no products of bfloat16
-        IS_SHORT=q.is_cuda and q.dtype is memory.k_ring.dtype and q.dtype is not torch.float32,
-        num_warps=launch.weights_warps, **chained(q),
     )  # fmt: skip
+    weights = settings | {"HAS_TREE": ancestors is not None, "HAS_NORM": l2norm_eps is not None}
+    del weights["IS_PER_CHANNEL"]
+    if is_per_channel:
+        _channel_window_kernel[value_heads, rows, 3](
+            *arguments, **weights, GROUP=4, num_warps=launch.weights_warps, **chained(q)
+        )
+    else:
+        _window_scores_kernel[value_heads, rows, 2](
+            *arguments, **weights, HAS_DELTA=beta is not None, KB=min(128, key_dim),
+            # the interpreter has no products of bfloat16
+            IS_SHORT=q.is_cuda and q.dtype is memory.k_ring.dtype and q.dtype is not torch.float32,
+            num_warps=launch.weights_warps, **chained(q),
+        )  # fmt: skip
     out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     block_v = min(launch.block_v, value_dim)
     is_one_warp = launch.num_warps == 1

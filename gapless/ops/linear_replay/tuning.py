@@ -29,16 +29,18 @@ Buckets = tuple[Launch, Launch, Launch]
 # one token, with a single ring entry and with several
 PACKED: Buckets = (Launch(16, 2), Launch(16), Launch(16, 2))
 TOKEN: Buckets = (Launch(16, 2, 4), Launch(32, 1, 4), Launch(32))
+# with a decay per channel sums run over the threads of a program: those of one warp need no barrier
+CHANNEL_TOKEN: Buckets = (Launch(16, 2), Launch(32), Launch(32))
 # (most tokens of a window, is_per_channel) -> a launch per row bucket
 WINDOWS: dict[tuple[int, bool], Buckets] = {
     (4, False): (
         Launch(16, 1, 4), Launch(16, max_registers=128), Launch(16, max_registers=128),
     ),
-    (4, True): (Launch(16, 1, 4), Launch(16, 1, 2), Launch(16)),
+    (4, True): (Launch(16), Launch(16), Launch(16)),
     (8, False): (Launch(16), Launch(16), Launch(16)),
-    (8, True): (Launch(16, 1, 4), Launch(16, 1, 2), Launch(16, 1, 2)),
+    (8, True): (Launch(16), Launch(16), Launch(16)),
     (16, False): (Launch(32, 2, 4), Launch(32, 2, 2), Launch(32, 2, 2)),
-    (16, True): (Launch(32, 2, 8), Launch(32, 2, 4), Launch(32, 2, 4)),
+    (16, True): (Launch(32, 2, 2), Launch(32, 2, 2), Launch(32, 2, 2)),
 }  # fmt: skip
 MATERIALIZE = Launch(32, 4, 4)
 
@@ -46,7 +48,8 @@ MATERIALIZE = Launch(32, 4, 4)
 def launch_of(width: int, num_replayed: int, *, rows: int, is_per_channel: bool) -> Launch:
     """Return the settings for windows of `width` tokens, 1 to 16, and N = `num_replayed`."""
     if width == 1:
-        launches = PACKED if num_replayed == 1 else TOKEN
+        several = CHANNEL_TOKEN if is_per_channel else TOKEN
+        launches = PACKED if num_replayed == 1 else several
     else:
         most = min(most for most, _ in WINDOWS if width <= most)
         launches = WINDOWS[most, is_per_channel]

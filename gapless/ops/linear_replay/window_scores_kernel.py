@@ -19,10 +19,11 @@ ends, and the decays of the state's channels up to there [K]; then r^T [XP, NP],
 the fold's weights, of `fold_kernels.py`. Mamba-2 is a delta rule whose keys read nothing and whose
 beta is 1.
 
-Decays are built up from the newest on, as in `token_kernels.py`.
+Decays are built up from the newest on, as in `token_kernels.py`. The weights kernel with a decay
+per channel is in `channel_weights_kernels.py`.
 """
 
-# ruff: noqa: PLR0912, RUF005
+# ruff: noqa: RUF005
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
@@ -59,6 +60,45 @@ def _is_above(bits, node, i_node, HAS_TREE: tl.constexpr):
 
 
 @triton.jit
+def _store_solved(
+    p_mixed,  # pointer to a record's M^T
+    pairs,  # [node, column], decayed, of vectors as they were read
+    x_scale,
+    b_beta,
+    bits,
+    W: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_TREE: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+):
+    """Store what the columns are in sum, once each has taken in the nodes on its path."""
+    XP: tl.constexpr = 2 * HALF
+    UNROLL: tl.constexpr = W if W <= 4 else 1
+    o_x = tl.arange(0, XP)
+    node = o_x % HALF
+    m_key = o_x < W
+    m_query = (o_x >= HALF) & (node < W)
+    is_from = tl.zeros([XP, XP], tl.int32)
+    for j in tl.range(0, W, num_stages=1, loop_unroll_factor=UNROLL):
+        is_above = _is_above(bits, node, j, HAS_TREE)
+        is_from = tl.where(o_x[:, None] == j, is_above.to(tl.int32)[None, :], is_from)
+    m_to = m_query[None, :]
+    if HAS_DELTA:
+        m_to |= m_key[None, :] & (node[None, :] != o_x[:, None])
+    sign = tl.where(m_key, -b_beta, tl.where(m_query, 1.0, 0.0))
+    pairs *= x_scale[:, None] * (sign * x_scale)[None, :]
+    pairs = tl.where(m_to & (is_from != 0), pairs, 0.0)
+
+    # solved on the identity: all columns gain node j's d times its pair
+    mixed = tl.where(o_x[:, None] == o_x[None, :], 1.0, 0.0)
+    for j in tl.range(0, W, num_stages=1, loop_unroll_factor=UNROLL):
+        d = tl.sum(tl.where(o_x[None, :] == j, mixed, 0.0), 1)
+        later = tl.sum(tl.where(o_x[:, None] == j, pairs, 0.0), 0)
+        mixed += d[:, None] * later[None, :]
+    tl.store(p_mixed + (o_x * XP)[None, :] + o_x[:, None], mixed * sign[:, None])
+
+
+@triton.jit
 def _ring_block(
     p_keys,  # pointer to the head's keys in the ring
     p_g,  # and to its decays
@@ -69,10 +109,9 @@ def _ring_block(
     HV: tl.constexpr,
     K: tl.constexpr,
     KB: tl.constexpr,
-    IS_PER_CHANNEL: tl.constexpr,
 ):
     """Load 16 ring entries from the `first` on, the newest being 0: keys in parts [16, KB], and the
-    decays of each one's newer neighbour, in such parts or [16]."""
+    decays of each one's newer neighbour [16]."""
     r = first + tl.arange(0, 16)
     o_k = tl.max_contiguous(tl.arange(0, KB), 4)
     m_live = r < num_ring
@@ -81,15 +120,9 @@ def _ring_block(
     newer = tl.load(entries + num_ring - r, mask=m_newer, other=0)
     p_entry = p_keys + (entry * (H * K))[:, None] + o_k[None, :]
     keys = ()
-    g_newer = ()
     for c in tl.static_range(K // KB):
         keys = keys + (tl.load(p_entry + c * KB, mask=m_live[:, None], other=0),)
-        if IS_PER_CHANNEL:
-            p_newer = p_g + (newer * (HV * K))[:, None] + (c * KB + o_k)[None, :]
-            g_newer = g_newer + (tl.load(p_newer, mask=m_newer[:, None], other=0),)
-    if not IS_PER_CHANNEL:
-        g_newer = (tl.load(p_g + newer * HV, mask=m_newer, other=0),)
-    return keys, g_newer
+    return keys, tl.load(p_g + newer * HV, mask=m_newer, other=0)
 
 
 @triton.jit
@@ -97,43 +130,32 @@ def _store_scores(
     p_ring,  # pointer to the record's scores
     keys,
     g_newer,
-    since,  # sums of the decays that came before, in parts
+    since,  # sum of the decays that came before
     x,
     column,
     first,
     num_ring,
     eps,
     NP: tl.constexpr,
-    IS_PER_CHANNEL: tl.constexpr,
     HAS_NORM: tl.constexpr,
     IS_SHORT: tl.constexpr,
 ):
-    """Store what 16 ring entries count for in each column; return the sums of decays by then."""
+    """Store what 16 ring entries count for in each column; return the sum of decays by then."""
     r = first + tl.arange(0, 16)
     XP: tl.constexpr = x[0].shape[0]
     scores = tl.zeros([16, XP], tl.float32)
     squares = tl.zeros([16, 16], tl.float32)
-    up_to = ()
     for c in tl.static_range(len(keys)):
         if HAS_NORM:
             squares = _products(keys[c], keys[c], squares, IS_SHORT)
-        if IS_PER_CHANNEL:
-            decay = _decay(tl.cumsum(g_newer[c], 0) + since[c][None, :])
-            decayed = keys[c].to(tl.float32) * decay
-            scores = _dot(decayed, tl.trans(x[c]), scores, SPLIT_A=True, SPLIT_B=True)
-        else:
-            scores = _products(keys[c], x[c], scores, IS_SHORT)
-    for c in tl.static_range(len(g_newer)):
-        up_to = up_to + (since[c] + tl.sum(g_newer[c], 0),)
-    factor = tl.full([16], 1.0, tl.float32)
+        scores = _products(keys[c], x[c], scores, IS_SHORT)
+    factor = _decay(tl.cumsum(g_newer, 0) + since)
     if HAS_NORM:
-        factor = tl.rsqrt(tl.where(r < num_ring, _diagonal(squares) + eps, 1.0))
-    if not IS_PER_CHANNEL:
-        factor *= _decay(tl.cumsum(g_newer[0], 0) + since[0])
+        factor *= tl.rsqrt(tl.where(r < num_ring, _diagonal(squares) + eps, 1.0))
     scores *= factor[:, None] * column[None, :]
     p_scores = p_ring + (num_ring - 1 - r)[:, None] + (tl.arange(0, XP) * NP)[None, :]
     tl.store(p_scores, scores, mask=(r < num_ring)[:, None])
-    return up_to
+    return since + tl.sum(g_newer, 0)
 
 
 @triton.jit(do_not_specialize=["zero_entry"])
@@ -172,7 +194,6 @@ def _window_scores_kernel(
     RING: tl.constexpr,  # where in a record the scores are
     HAS_TREE: tl.constexpr,
     HAS_DELTA: tl.constexpr,
-    IS_PER_CHANNEL: tl.constexpr,
     HAS_NORM: tl.constexpr,
     IS_SHORT: tl.constexpr,  # whether vectors are multiplied as 16-bit values
     CHAINED: tl.constexpr,
@@ -197,7 +218,8 @@ def _window_scores_kernel(
         if tl.load(fold_mask + i_row * N) != 0:
             _fold_weights(
                 record + RING + (NP + XP) * XP, k_ring, g_ring, entries, fold_mask + i_row * N,
-                i_head, i_key_head, eps, N, NP, H, HV, K, 32, IS_PER_CHANNEL, HAS_NORM,
+                i_head, i_key_head, eps, N, NP, H, HV, K, 32,
+                IS_PER_CHANNEL=False, HAS_NORM=HAS_NORM,
             )  # fmt: skip
         return
 
@@ -207,7 +229,7 @@ def _window_scores_kernel(
     p_x = p_key + (node * k_token_stride)[:, None] + o_k[None, :]
     p_query = q + i_row * q_stride + i_key_head * K
     p_query = p_query + (node * q_token_stride)[:, None] + o_k[None, :]
-    p_g = log_decay + i_row * g_stride + i_head * (K if IS_PER_CHANNEL else 1)
+    p_g = log_decay + i_row * g_stride + i_head
     x = ()
     for c in tl.static_range(K // KB):
         key = tl.load(p_x + c * KB, mask=m_key[:, None], other=0)
@@ -222,22 +244,10 @@ def _window_scores_kernel(
         bits = tl.load(ancestors + i_row * W + node, mask=node < W, other=0)
     num_ring = tl.sum((entry != zero_entry).to(tl.int32))
     p_ring_keys = k_ring + i_key_head * K
-    p_ring_g = g_ring + i_head * (K if IS_PER_CHANNEL else 1)
-    ring_keys, g_newer = _ring_block(
-        p_ring_keys, p_ring_g, entries, 0, num_ring, H, HV, K, KB, IS_PER_CHANNEL
-    )
-    p_oldest = p_ring_g + tl.load(entries) * (HV * K if IS_PER_CHANNEL else HV)
-    p_node = p_g + node * g_token_stride
-    g = ()
-    g_oldest = ()
-    if IS_PER_CHANNEL:
-        for c in tl.static_range(K // KB):
-            o_c = c * KB + o_k
-            g = g + (tl.load(p_node[:, None] + o_c[None, :], mask=m_key[:, None], other=0),)
-            g_oldest = g_oldest + (tl.load(p_oldest + o_c),)
-    else:
-        g = (tl.load(p_node, mask=m_key, other=0),)
-        g_oldest = (tl.load(p_oldest),)
+    p_ring_g = g_ring + i_head
+    ring_keys, g_newer = _ring_block(p_ring_keys, p_ring_g, entries, 0, num_ring, H, HV, K, KB)
+    g = tl.load(p_g + node * g_token_stride, mask=m_key, other=0)
+    g_oldest = tl.load(p_ring_g + tl.load(entries) * HV)
     # the next kernel's reads of the state would be in the way, and wait for this one
     let_next_start(CHAINED)
 
@@ -246,98 +256,41 @@ def _window_scores_kernel(
     for c in tl.static_range(K // KB):
         p_written = p_ring_keys + (written * (H * K))[:, None] + (c * KB + o_k)[None, :]
         tl.store(p_written, x[c].to(k_ring.dtype.element_ty), mask=m_written[:, None])
-        if IS_PER_CHANNEL:
-            p_written = p_ring_g + (written * (HV * K))[:, None] + (c * KB + o_k)[None, :]
-            tl.store(p_written, g[c], mask=m_key[:, None])
-    if not IS_PER_CHANNEL:
-        tl.store(p_ring_g + written * HV, g[0], mask=m_key)
+    tl.store(p_ring_g + written * HV, g, mask=m_key)
 
     x_scale = tl.where(m_query, scale, 1.0)
     pairs = tl.zeros([XP, XP], tl.float32)
-    if HAS_NORM or not IS_PER_CHANNEL:
-        for c in tl.static_range(K // KB):
-            pairs = _products(x[c], x[c], pairs, IS_SHORT)
+    for c in tl.static_range(K // KB):
+        pairs = _products(x[c], x[c], pairs, IS_SHORT)
     if HAS_NORM:
         x_scale *= tl.rsqrt(tl.where(m_key | m_query, _diagonal(pairs) + eps, 1.0))
 
     # decays up to each column from where the ring ends, and what the ring is for it
     column = x_scale if HAS_DELTA else tl.where(m_key, 0.0, x_scale)
-    decayed_x = ()
-    past = ()
-    if IS_PER_CHANNEL:
-        for c in tl.static_range(K // KB):
-            since = tl.full([XP, KB], 1.0, tl.float32)
-            for j in tl.range(0, W, num_stages=1, loop_unroll_factor=UNROLL):
-                decay = _decay(tl.load(p_g + j * g_token_stride + c * KB + o_k))
-                is_above = _is_above(bits, node, j, HAS_TREE)
-                since *= tl.where(is_above[:, None], decay[None, :], 1.0)
-            decayed_x = decayed_x + (x[c].to(tl.float32) * since,)
-            tl.store(record + XP + (o_x * K)[:, None] + (c * KB + o_k)[None, :], decayed_x[c])
-            past = past + (o_k * 0.0,)
-    else:
-        are_above = _is_above(bits[:, None], node[:, None], o_x[None, :], HAS_TREE)
-        since = tl.sum(tl.where(are_above, g[0][None, :], 0.0), 1)
-        decayed_x = x
-        column *= _decay(since)
-        past = (0.0,)
+    are_above = _is_above(bits[:, None], node[:, None], o_x[None, :], HAS_TREE)
+    column *= _decay(tl.sum(tl.where(are_above, g[None, :], 0.0), 1))
     past = _store_scores(
-        record + RING, ring_keys, g_newer, past, decayed_x, column, 0, num_ring, eps,
-        NP, IS_PER_CHANNEL, HAS_NORM, IS_SHORT,
+        record + RING, ring_keys, g_newer, 0.0, x, column, 0, num_ring, eps,
+        NP, HAS_NORM, IS_SHORT,
     )  # fmt: skip
     for first in tl.range(16, num_ring, 16, num_stages=1):
         ring_keys, g_newer = _ring_block(
-            p_ring_keys, p_ring_g, entries, first, num_ring, H, HV, K, KB, IS_PER_CHANNEL
+            p_ring_keys, p_ring_g, entries, first, num_ring, H, HV, K, KB
         )
         past = _store_scores(
-            record + RING, ring_keys, g_newer, past, decayed_x, column, first, num_ring, eps,
-            NP, IS_PER_CHANNEL, HAS_NORM, IS_SHORT,
+            record + RING, ring_keys, g_newer, past, x, column, first, num_ring, eps,
+            NP, HAS_NORM, IS_SHORT,
         )  # fmt: skip
-    if IS_PER_CHANNEL:
-        for c in tl.static_range(K // KB):
-            tl.store(record + XP * (1 + K) + c * KB + o_k, _decay(past[c] + g_oldest[c]))
-    else:
-        column *= _decay(past[0] + g_oldest[0])
-    tl.store(record + o_x, column)
+    tl.store(record + o_x, column * _decay(past + g_oldest))
 
     # pairs [node, column], node by node from the last: `since` is the decay from there on
-    is_from = tl.zeros([XP, XP], tl.int32)
-    for j in tl.range(0, W, num_stages=1, loop_unroll_factor=UNROLL):
-        is_above = _is_above(bits, node, j, HAS_TREE)
-        is_from = tl.where(o_x[:, None] == j, is_above.to(tl.int32)[None, :], is_from)
-    if IS_PER_CHANNEL:
-        pairs = tl.zeros([XP, XP], tl.float32)
-        for c in tl.static_range(K // KB):
-            since = x[c].to(tl.float32)
-            for i in tl.range(0, W, num_stages=1, loop_unroll_factor=UNROLL):
-                last = W - 1 - i
-                o_c = c * KB + o_k
-                b_key = tl.load(p_key + last * k_token_stride + o_c).to(tl.float32)
-                score = tl.sum(since * b_key[None, :], 1)
-                pairs += tl.where(o_x[:, None] == last, score[None, :], 0.0)
-                decay = _decay(tl.load(p_g + last * g_token_stride + o_c))
-                is_above = _is_above(bits, node, last, HAS_TREE)
-                since *= tl.where(is_above[:, None], decay[None, :], 1.0)
-    else:
-        exponents = tl.zeros([XP, XP], tl.float32)
-        since = tl.zeros([XP], tl.float32)
-        for i in tl.range(0, W, num_stages=1, loop_unroll_factor=UNROLL):
-            last = W - 1 - i
-            exponents = tl.where(o_x[:, None] == last, since[None, :], exponents)
-            is_above = _is_above(bits, node, last, HAS_TREE)
-            since += tl.where(is_above, tl.load(p_g + last * g_token_stride), 0.0)
-        pairs *= _decay(exponents)
-    m_to = m_query[None, :]
-    if HAS_DELTA:
-        m_to |= m_key[None, :] & (node[None, :] != o_x[:, None])
-    sign = tl.where(m_key, -b_beta, tl.where(m_query, 1.0, 0.0))
-    pairs *= x_scale[:, None] * (sign * x_scale)[None, :]
-    pairs = tl.where(m_to & (is_from != 0), pairs, 0.0)
-
-    # solved on the identity: all columns gain node j's d times its pair
-    mixed = tl.where(o_x[:, None] == o_x[None, :], 1.0, 0.0)
-    for j in tl.range(0, W, num_stages=1, loop_unroll_factor=UNROLL):
-        d = tl.sum(tl.where(o_x[None, :] == j, mixed, 0.0), 1)
-        later = tl.sum(tl.where(o_x[:, None] == j, pairs, 0.0), 0)
-        mixed += d[:, None] * later[None, :]
-    p_mixed = record + RING + NP * XP + (o_x * XP)[None, :] + o_x[:, None]
-    tl.store(p_mixed, mixed * sign[:, None])
+    exponents = tl.zeros([XP, XP], tl.float32)
+    since = tl.zeros([XP], tl.float32)
+    for i in tl.range(0, W, num_stages=1, loop_unroll_factor=UNROLL):
+        last = W - 1 - i
+        exponents = tl.where(o_x[:, None] == last, since[None, :], exponents)
+        is_above = _is_above(bits, node, last, HAS_TREE)
+        since += tl.where(is_above, tl.load(p_g + last * g_token_stride), 0.0)
+    pairs *= _decay(exponents)
+    p_mixed = record + RING + NP * XP
+    _store_solved(p_mixed, pairs, x_scale, b_beta, bits, W, HALF, HAS_TREE, HAS_DELTA)
