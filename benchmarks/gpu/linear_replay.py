@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 import statistics
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby, product
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
@@ -570,11 +570,11 @@ def candidates(case: Case, rows: int) -> list[Launch]:
         streams = STREAMS[sum(rows > size for size in SIZES[:-1])]
         found += [Launch(*stream, weights) for stream in streams for weights in (1, 4)]
     else:
-        # wider windows with a decay per channel overflow the registers of one warp
-        weights = 2 if case.recurrence is KDA and case.width > 4 else 1
-        found += [Launch(bv, warps, weights) for bv, warps in ((16, 1), (32, 1), (32, 2), (64, 2))]
+        found += [Launch(bv, warps) for bv, warps in ((16, 1), (32, 1), (32, 2), (64, 2))]
         found += [Launch(16, 1, warps) for warps in (2, 4)]
-        found.append(Launch(16, 1, weights, max_registers=128))
+        found.append(Launch(16, 1, max_registers=128))
+    if case.recurrence is KDA:
+        found += [replace(found[0], group=group) for group in (2, 4, 8, 16)]
     return list(dict.fromkeys(found))
 
 

@@ -139,7 +139,7 @@ def _run_token(
     if is_per_channel:
         del weights["HAS_DELTA"], weights["IS_PER_CHANNEL"]
         _channel_token_kernel[value_heads, rows, 2](
-            *arguments, **weights, GROUP=min(record.entries, 16),
+            *arguments, **weights, GROUP=min(record.entries, launch.group),
             num_warps=launch.weights_warps, **chained(q),
         )  # fmt: skip
     else:
@@ -189,7 +189,11 @@ def _run_window(
     del weights["IS_PER_CHANNEL"]
     if is_per_channel:
         _channel_window_kernel[value_heads, rows, 3](
-            *arguments, **weights, GROUP=4, num_warps=launch.weights_warps, **chained(q)
+            *arguments,
+            **weights,
+            GROUP=launch.group,
+            num_warps=launch.weights_warps,
+            **chained(q),
         )
     else:
         _window_scores_kernel[value_heads, rows, 2](

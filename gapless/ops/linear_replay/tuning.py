@@ -20,6 +20,8 @@ class Launch:
     """Warps of a program of the weights kernel."""
     max_registers: int | None = None
     """Most registers of a thread of the stream kernel, None for the compiler's choice."""
+    group: int = 4
+    """Ring entries that a weights kernel with a decay per channel has under way at once."""
 
 
 # upper ends of the row buckets; the last bucket is open
@@ -30,7 +32,7 @@ Buckets = tuple[Launch, Launch, Launch]
 PACKED: Buckets = (Launch(16, 2), Launch(16), Launch(16, 2))
 TOKEN: Buckets = (Launch(16, 2, 4), Launch(32, 1, 4), Launch(32))
 # with a decay per channel sums run over the threads of a program: those of one warp need no barrier
-CHANNEL_TOKEN: Buckets = (Launch(16, 2), Launch(32), Launch(32))
+CHANNEL_TOKEN: Buckets = (Launch(16, 2, group=8), Launch(32, group=8), Launch(32))
 # (most tokens of a window, is_per_channel) -> a launch per row bucket
 WINDOWS: dict[tuple[int, bool], Buckets] = {
     (4, False): (
@@ -38,9 +40,9 @@ WINDOWS: dict[tuple[int, bool], Buckets] = {
     ),
     (4, True): (Launch(16), Launch(16), Launch(16)),
     (8, False): (Launch(16), Launch(16), Launch(16)),
-    (8, True): (Launch(16), Launch(16), Launch(16)),
+    (8, True): (Launch(16, 1, 4), Launch(16), Launch(16)),
     (16, False): (Launch(32, 2, 4), Launch(32, 2, 2), Launch(32, 2, 2)),
-    (16, True): (Launch(32, 2, 2), Launch(32, 2, 2), Launch(32, 2, 2)),
+    (16, True): (Launch(32, 2, 4), Launch(32, 2, 2), Launch(32, 2)),
 }  # fmt: skip
 MATERIALIZE = Launch(32, 4, 4)
 
