@@ -70,7 +70,7 @@ def _close(found: Tensor, expected: Tensor) -> None:
 
 
 @cache
-def _answer() -> tuple[int, ...]:
+def answer() -> tuple[int, ...]:
     """Tokens that follow the question, without drafts."""
     return LLM(speculative_num_steps=0, **OPTIONS).generate(QUESTION, GREEDY).token_ids
 
@@ -91,7 +91,7 @@ def test_state_is_that_of_a_fresh_prefill(
     options = {**OPTIONS, "linear_replayssm_cache_len": replay_len, **tree}
     spec = LLM(speculative_num_steps=num_drafts, **options)
     prompt = spec.encode(QUESTION)
-    tokens = [*prompt, *_answer()]
+    tokens = [*prompt, *answer()]
     stream = spec.stream(prompt, GREEDY)
     device, slot = _device(spec), 0
     for _ in range(3):
