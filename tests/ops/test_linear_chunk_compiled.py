@@ -5,12 +5,9 @@ No GPU is needed. It is compiled in a process of its own, where Triton does not 
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.ops.compiling import found_by
 
 PROGRAM = """
 import json, sys
@@ -52,13 +49,7 @@ SHARED_BYTES = 233472
 def test_scan_loads_ahead_though_states_are_stored_on_the_way(
     decay: str, state: str, num_segments: int
 ) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, decay, state, str(num_segments)],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    found = found_by(PROGRAM, decay, state, str(num_segments))
     assert min(num_segments, 2) * (found["shared"] + 1024) <= SHARED_BYTES
     before, loop = found["ttgir"].split("= scf.for", 1)
     assert loop.count("= scf.while") == 1, "stops on the way are in the loop over chunks"

@@ -6,43 +6,22 @@ in a process of their own, where Triton does not interpret.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.ops.compiling import found_by
 
 PROGRAM = """
 import json, subprocess, sys, tempfile
 import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
 from gapless.core.specs.linear import Recurrence
 from gapless.ops.linear_replay import ReplayIndices, ReplayMemory
 from gapless.ops.linear_replay import triton as replay
-
-class Driver:
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
+from tests.ops.compiling import catch_launches
 
 class OnGpu(torch.Tensor):
     is_cuda = True
 
-def compile_only(kernel, *args, grid, warmup, **settings):
-    compiled.append(run(kernel, *args, grid=grid, warmup=True, **settings))
-
-compiled = []
-run, JITFunction.run = JITFunction.run, compile_only
-triton.runtime.driver.set_active(Driver())
-replay.chained = lambda x: {"CHAINED": True, "launch_pdl": True}
-
+compiled = catch_launches(replay)
 recurrence, rows = Recurrence[sys.argv[1]], 64
 key_heads, heads, dim = {"GATED_DELTA": (16, 32, 128), "KIMI_DELTA": (32, 32, 128),
                          "MAMBA2": (8, 128, 64)}[recurrence.name]
@@ -83,13 +62,7 @@ print(json.dumps(found))
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("recurrence", ["GATED_DELTA", "KIMI_DELTA", "MAMBA2"])
 def test_kernels_compile_and_none_spills(recurrence: str) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, recurrence],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    found = found_by(PROGRAM, recurrence)
     is_per_channel = recurrence == "KIMI_DELTA"
     weights = "_channel_token_kernel" if is_per_channel else "_token_weights_kernel"
     scores = "_channel_window_kernel" if is_per_channel else "_window_scores_kernel"

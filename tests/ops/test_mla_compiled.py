@@ -6,11 +6,10 @@ No GPU is needed. They are compiled in a process of their own, where Triton does
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+
+from tests.ops.compiling import found_by
 
 PROGRAM = """
 import json, sys
@@ -48,14 +47,8 @@ CHANNELS = {"RANK": 512, "ROPE": 64, "BLOCK_C": 512, "BLOCK_R": 64, "PRECISION":
 
 def compiled(name: str, values: dict[str, object], **options: int) -> dict[str, str | int]:
     """Return a kernel's shared memory in bytes and its code in Triton's GPU dialect."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     asked = json.dumps([name, values | {"CHAINED": True}, options])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, asked],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, str | int] = json.loads(done.stdout)
+    found: dict[str, str | int] = found_by(PROGRAM, asked)
     return found
 
 

@@ -6,41 +6,20 @@ compiled, in a process of their own, where Triton does not interpret.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.ops.compiling import found_by
 
 PROGRAM = """
 import json
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
+import torch
 from gapless.ops.acceptance import AcceptColumns, triton as acceptance
 from gapless.ops.sampling import MaskRows, SamplingColumns, SamplingMode, SamplingRows
 from gapless.ops.sampling import triton as sampling
 from gapless.ops.step_metadata import FreshPages, Geometry, SlotColumns, triton as metadata
+from tests.ops.compiling import catch_launches
 
-class Driver:
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-def compile_only(kernel, *args, grid, warmup, **settings):
-    compiled.append(run(kernel, *args, grid=grid, warmup=True, **settings))
-
-compiled = []
-run, JITFunction.run = JITFunction.run, compile_only
-triton.runtime.driver.set_active(Driver())
-for ops in (acceptance, metadata, sampling):
-    ops.chained = lambda x: {"CHAINED": True, "launch_pdl": True}
+compiled = catch_launches(acceptance, metadata, sampling)
 
 def zeros(*shape, dtype=torch.int64):
     return torch.zeros(shape, dtype=dtype)
@@ -95,13 +74,7 @@ print(json.dumps([[k.name, "griddepcontrol.wait" in k.asm["ptx"]] for k in compi
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kernels_compile_and_are_chained() -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    found = found_by(PROGRAM)
     assert all(waits for _, waits in found), found
     assert {name for name, _ in found} == {
         f"_{name}_kernel"
