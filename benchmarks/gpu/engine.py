@@ -62,6 +62,8 @@ CLASSES = (
         (
             "_token_weights",
             "_token_stream",
+            "_channel_token",
+            "_channel_window",
             "_window_scores",
             "_window_stream",
             "_fold",

@@ -151,10 +151,12 @@ def _shared_expert_not_gated(patch: Patch) -> None:
 
 
 def _up_before_gate(patch: Patch) -> None:
-    honest = moe_ops.reference._gated
-    patch.setattr(
-        moe_ops.reference, "_gated", lambda x: honest(torch.cat(x.chunk(2, -1)[::-1], -1))
-    )
+    honest = moe_ops.reference._activated
+
+    def activated(projected: Tensor, size: int) -> Tensor:
+        return honest(torch.cat(projected.chunk(2, -1)[::-1], -1), size)
+
+    patch.setattr(moe_ops.reference, "_activated", activated)
 
 
 def _one_decay_for_all_channels(patch: Patch) -> None:
