@@ -41,6 +41,7 @@ from benchmarks.gpu.prefill import measure_prefill
 from gapless import LLM, SamplingParams
 from gapless.bench import idle
 from gapless.bench.decode import time_requests
+from gapless.core.heap import freeze_heap
 from gapless.runner.syncs import count_calls
 
 if TYPE_CHECKING:
@@ -274,6 +275,8 @@ def run_engine(
         max_running_requests=max(batches), max_model_len=asked.max_model_len, seed=0, **options,
     )  # fmt: skip
     ready = time.perf_counter() - started
+    # as the process that serves does
+    freeze_heap()
     print(f"{asked.model} tp={tp} k={num_drafts} {ssm_dtype}: ready in {ready:.1f} s", flush=True)
     vocab_size = MODELS[asked.model]["vocab_size"]
     figures: list[Figures] = []

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from gapless.core.heap import freeze_heap
 from gapless.engine import wire
 from gapless.errors import (
     ContextTooLong,
@@ -64,6 +65,7 @@ def serve(options: EngineOptions, address: str, log_level: str) -> None:
         from gapless.engine.engine import Engine
 
         engine = Engine(options)
+        freeze_heap()
         socket.send(wire.encode(_ready(engine)))
         EngineService(engine, socket).run()
         engine.close()

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gapless.core.heap import freeze_heap
 from gapless.core.request import Request
 from gapless.engine.process_group import Meeting, ProcessCommunicator
 from gapless.errors import InternalError
@@ -321,6 +322,7 @@ def serve(pipe: Connection, meeting: Meeting, build: Build) -> None:
             torch.cuda.set_device(meeting.rank)
         pipe.send(STARTED)
         runner = build(meeting.rank, ProcessCommunicator(meeting))
+        freeze_heap()
         pipe.send(READY)
         reader = PlanReader()
         while (data := _receive_bytes(pipe)) is not None:

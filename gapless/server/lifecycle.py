@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from gapless.core.heap import freeze_heap
 from gapless.engine.client import EngineClient
 from gapless.errors import ConfigError
 from gapless.server.app import make_app
@@ -148,6 +149,7 @@ async def _load(plan: Plan, site: Site) -> None:
     reader = await asyncio.to_thread(
         PromptReader, ready, plan.chat_template, plan.options.tool_call_parser
     )
+    freeze_heap()
     site.open(ready, reader)
     logger.info("%s", _summary(site, ready))
     print(f"ready: {site.model_name} at {plan.url}", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +23,8 @@ class SummingRunner:
     def run(self, plan: StepPlan) -> SummingRunner:
         if plan.step_id == 7 and self.rank == 1:
             raise ValueError("seven is too much")
+        if plan.step_id == 5 and self.rank and not gc.get_freeze_count():
+            raise ValueError("the collector goes through all that a rank has made")
         if plan.step_id == 8 and self.rank == 0:
             raise ValueError("eight is too much")
         own = torch.full((2, 1), float(plan.step_id + self.rank))

@@ -143,6 +143,8 @@ def test_defaults_just_work_and_say_what_they_are(start: Start) -> None:
     assert limits == {str(found["engine"]["max_model_len"])}
     assert "prefix cache on, prefixes are resumed at snapshots of state" in log
     assert "speculation mtp, 3 drafts" in log
+    # of both processes
+    assert log.count("objects are here to stay") == 2
     engine = found["engine_pid"]
     # its end is the engine's, too, however it comes
     server.close()
