@@ -62,12 +62,5 @@ def _dot(a, b, acc, SPLIT_A: tl.constexpr, SPLIT_B: tl.constexpr):
 
 @triton.jit
 def _sums(g):
-    """Return for each entry, along the first axis, the sum of g over it and all later ones."""
-    if len(g.shape) == 2 and g.shape[0] >= 16:
-        # ones times g: matrix units take fewer instructions than a scan across threads
-        o_n = tl.arange(0, g.shape[0])
-        later = tl.where(o_n[None, :] >= o_n[:, None], 1.0, 0.0)
-        sums = _dot(later, g, tl.zeros(g.shape, tl.float32), SPLIT_A=False, SPLIT_B=True)
-    else:
-        sums = tl.cumsum(g, 0, reverse=True)
-    return sums
+    """Return for each entry the sum of g [N] over it and all later ones."""
+    return tl.cumsum(g, 0, reverse=True)

@@ -6,7 +6,6 @@ one vector of channels at a time, spread over a warp: what lies between is a run
 thread, and what an entry counts for in each column is a sum over the warp.
 """
 
-# ruff: noqa: RUF005
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
@@ -14,33 +13,9 @@ import triton
 import triton.language as tl
 
 from gapless.ops.chaining import await_inputs_only, let_next_start
-from gapless.ops.linear_replay.arithmetic import _decay, _exact_decay
+from gapless.ops.linear_replay.arithmetic import _decay
+from gapless.ops.linear_replay.fold_kernels import _fold_channels, _group
 from gapless.ops.linear_replay.window_scores_kernel import _is_above, _store_solved
-
-
-@triton.jit
-def _group(
-    p_keys,  # pointers to the head's channels [K] in the rings
-    p_g,
-    entries,
-    first,
-    count,
-    GROUP: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-):
-    """Load the keys and decays of GROUP entries from the `first` on, the newest of `count` being 0;
-    beyond the oldest they are zeros."""
-    K: tl.constexpr = p_keys.shape[0]
-    keys = ()
-    g = ()
-    for j in tl.static_range(GROUP):
-        is_live = first + j < count
-        entry = tl.load(entries + count - 1 - first - j, mask=is_live, other=0)
-        m_live = is_live & (tl.arange(0, K) >= 0)
-        keys = keys + (tl.load(p_keys + entry * (H * K), mask=m_live, other=0),)
-        g = g + (tl.load(p_g + entry * (HV * K), mask=m_live, other=0),)
-    return keys, g
 
 
 @triton.jit
@@ -103,42 +78,6 @@ def _store_past(
             )
             keys, g = next_keys, next_g
     return _decay(since)
-
-
-@triton.jit
-def _fold_channels(
-    fold,  # pointer to the fold's part of a record
-    p_keys,
-    p_g,
-    entries,
-    mask,  # pointer to the row's mask, a prefix of its entries
-    eps,
-    N: tl.constexpr,
-    NP: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    GROUP: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-):
-    """Store what the state and the masked entries count for, as `fold_kernels.py` has it."""
-    K: tl.constexpr = p_keys.shape[0]
-    o_n, o_k = tl.arange(0, NP), tl.arange(0, K)
-    count = tl.sum((tl.load(mask + o_n, mask=o_n < N, other=0) != 0).to(tl.int32))
-    since = tl.zeros([K], tl.float32)
-    keys, g = _group(p_keys, p_g, entries, 0, count, GROUP, H, HV)
-    for first in tl.range(0, count, GROUP, num_stages=1):
-        next_keys, next_g = _group(p_keys, p_g, entries, first + GROUP, count, GROUP, H, HV)
-        for j in tl.static_range(GROUP):
-            key = keys[j].to(tl.float32)
-            factor = 1.0
-            if HAS_NORM:
-                factor = tl.rsqrt(tl.sum(key * key) + eps)
-            n = count - 1 - first - j
-            p_key = fold + (1 + n) * K + o_k
-            tl.store(p_key, key * (_decay(since) * factor), mask=(n >= 0) & (o_k >= 0))
-            since += g[j]
-        keys, g = next_keys, next_g
-    tl.store(fold + o_k, _exact_decay(since))
 
 
 @triton.jit(do_not_specialize=["zero_entry"])

@@ -33,10 +33,9 @@ def _fold_weights(
     HV: tl.constexpr,
     K: tl.constexpr,
     KB: tl.constexpr,
-    IS_PER_CHANNEL: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """Store what the state and the masked entries count for in the folded state."""
+    """Store what the state and the masked entries count for in the folded state, with one decay."""
     o_n, o_k = tl.arange(0, NP), tl.arange(0, KB)
     m_n = tl.load(mask + o_n, mask=o_n < N, other=0) != 0
     m_newer = tl.load(mask + o_n + 1, mask=o_n + 1 < N, other=0) != 0
@@ -52,22 +51,71 @@ def _fold_weights(
             keys = tl.load(p_keys + c * KB, mask=m_n[:, None], other=0).to(tl.float32)
             squares += keys * keys
         factor = tl.rsqrt(tl.where(m_n, tl.sum(squares, 1) + eps, 1.0))
-    if IS_PER_CHANNEL:
-        for c in tl.static_range(K // KB):
-            o_c = c * KB + o_k
-            p_newer = g_ring + ((newer * HV + i_head) * K)[:, None] + o_c[None, :]
-            g_newer = tl.load(p_newer, mask=m_newer[:, None], other=0)
-            p_oldest = g_ring + (oldest * HV + i_head) * K + o_c
-            g_oldest = tl.load(p_oldest, mask=is_any & (o_k >= 0), other=0)
-            keys = tl.load(p_keys + c * KB, mask=m_n[:, None], other=0).to(tl.float32)
-            keys *= factor[:, None] * _decay(_sums(g_newer))
-            tl.store(fold + K + (o_n * K)[:, None] + o_c[None, :], keys, mask=m_n[:, None])
-            tl.store(fold + o_c, _exact_decay(tl.sum(g_newer, 0) + g_oldest))
-    else:
-        g_newer = tl.load(g_ring + newer * HV + i_head, mask=m_newer, other=0)
-        g_oldest = tl.load(g_ring + oldest * HV + i_head, mask=is_any, other=0)
-        tl.store(fold + o_n, factor * _decay(_sums(g_newer)), mask=m_n)
-        tl.store(fold + NP, _exact_decay(tl.sum(g_newer, 0) + g_oldest))
+    g_newer = tl.load(g_ring + newer * HV + i_head, mask=m_newer, other=0)
+    g_oldest = tl.load(g_ring + oldest * HV + i_head, mask=is_any, other=0)
+    tl.store(fold + o_n, factor * _decay(_sums(g_newer)), mask=m_n)
+    tl.store(fold + NP, _exact_decay(tl.sum(g_newer, 0) + g_oldest))
+
+
+@triton.jit
+def _group(
+    p_keys,  # pointers to the head's channels [K] in the rings
+    p_g,
+    entries,
+    first,
+    count,
+    GROUP: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+):
+    """Load the keys and decays of GROUP entries from the `first` on, the newest of `count` being 0;
+    beyond the oldest they are zeros."""
+    K: tl.constexpr = p_keys.shape[0]
+    keys = ()
+    g = ()
+    for j in tl.static_range(GROUP):
+        is_live = first + j < count
+        entry = tl.load(entries + count - 1 - first - j, mask=is_live, other=0)
+        m_live = is_live & (tl.arange(0, K) >= 0)
+        keys = keys + (tl.load(p_keys + entry * (H * K), mask=m_live, other=0),)
+        g = g + (tl.load(p_g + entry * (HV * K), mask=m_live, other=0),)
+    return keys, g
+
+
+@triton.jit
+def _fold_channels(
+    fold,  # pointer to the fold's part of a record
+    p_keys,
+    p_g,
+    entries,
+    mask,  # pointer to the row's mask, a prefix of its entries
+    eps,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Store the same with a decay per channel, entry by entry; pointers are those of channels."""
+    K: tl.constexpr = p_keys.shape[0]
+    o_n, o_k = tl.arange(0, NP), tl.arange(0, K)
+    count = tl.sum((tl.load(mask + o_n, mask=o_n < N, other=0) != 0).to(tl.int32))
+    since = tl.zeros([K], tl.float32)
+    keys, g = _group(p_keys, p_g, entries, 0, count, GROUP, H, HV)
+    for first in tl.range(0, count, GROUP, num_stages=1):
+        next_keys, next_g = _group(p_keys, p_g, entries, first + GROUP, count, GROUP, H, HV)
+        for j in tl.static_range(GROUP):
+            key = keys[j].to(tl.float32)
+            factor = 1.0
+            if HAS_NORM:
+                factor = tl.rsqrt(tl.sum(key * key) + eps)
+            n = count - 1 - first - j
+            p_key = fold + (1 + n) * K + o_k
+            tl.store(p_key, key * (_decay(since) * factor), mask=(n >= 0) & (o_k >= 0))
+            since += g[j]
+        keys, g = next_keys, next_g
+    tl.store(fold + o_k, _exact_decay(since))
 
 
 @triton.jit
@@ -92,11 +140,19 @@ def _fold_weights_kernel(
     """Records that hold a fold alone."""
     await_inputs(CHAINED)
     i_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    _fold_weights(
-        records + (i_row * HV + i_head) * SIZE, k_ring, g_ring, ring_read + i_row * N,
-        mask + i_row * N, i_head, i_head // (HV // H), eps,
-        N, NP, H, HV, K, KB, IS_PER_CHANNEL, HAS_NORM,
-    )  # fmt: skip
+    i_key_head, o_k = i_head // (HV // H), tl.arange(0, K)
+    fold = records + (i_row * HV + i_head) * SIZE
+    entries, p_mask = ring_read + i_row * N, mask + i_row * N
+    if IS_PER_CHANNEL:
+        _fold_channels(
+            fold, k_ring + i_key_head * K + o_k, g_ring + i_head * K + o_k, entries, p_mask, eps,
+            N, NP, H, HV, 4, HAS_NORM,
+        )  # fmt: skip
+    else:
+        _fold_weights(
+            fold, k_ring, g_ring, entries, p_mask, i_head, i_key_head, eps,
+            N, NP, H, HV, K, KB, HAS_NORM,
+        )  # fmt: skip
 
 
 @triton.jit

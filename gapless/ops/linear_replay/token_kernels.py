@@ -96,7 +96,7 @@ def _token_weights_kernel(
                 _fold_weights(
                     records + (i_row * HV + i_head) * SIZE + COLUMNS * (K + NP + 1),
                     k_ring, g_ring, entries, fold_mask + i_row * N, i_head, i_key_head, eps,
-                    N, NP, H, HV, K, KB, IS_PER_CHANNEL=False, HAS_NORM=HAS_NORM,
+                    N, NP, H, HV, K, KB, HAS_NORM,
                 )  # fmt: skip
         return
     entry, m_live, newer, m_newer = _ring(entries, zero_entry, N, NP)

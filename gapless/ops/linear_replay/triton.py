@@ -266,7 +266,8 @@ def materialize(
         records, memory.k_ring, memory.g_ring, ring_read, mask,
         0.0 if l2norm_eps is None else l2norm_eps,
         **settings, KB=32, HAS_NORM=l2norm_eps is not None, **chained(ring_read),
-        num_warps=MATERIALIZE.weights_warps,
+        # with a decay per channel sums run over a program's threads
+        num_warps=1 if record.is_per_channel else MATERIALIZE.weights_warps,
     )  # fmt: skip
     block_v = min(MATERIALIZE.block_v, value_dim)
     _fold_stream_kernel[value_heads * (value_dim // block_v), rows](

@@ -218,8 +218,7 @@ def _window_scores_kernel(
         if tl.load(fold_mask + i_row * N) != 0:
             _fold_weights(
                 record + RING + (NP + XP) * XP, k_ring, g_ring, entries, fold_mask + i_row * N,
-                i_head, i_key_head, eps, N, NP, H, HV, K, 32,
-                IS_PER_CHANNEL=False, HAS_NORM=HAS_NORM,
+                i_head, i_key_head, eps, N, NP, H, HV, K, 32, HAS_NORM,
             )  # fmt: skip
         return
 
