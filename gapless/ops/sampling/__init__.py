@@ -6,12 +6,11 @@ otherwise, which is logged once per reason. The choice reads shapes only: no syn
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
+from gapless.ops.fallback import log_fallback
 from gapless.ops.sampling import masks, philox, ranking, reference, shards
 from gapless.ops.sampling.edits import EditRows, edit_logits, edit_trees, edit_windows
 from gapless.ops.sampling.logprobs import packed_logprobs
@@ -42,8 +41,6 @@ __all__ = [
     "shard_ranked",
 ]
 
-_logger = logging.getLogger(__name__)
-
 
 def sample(
     logits: Tensor,  # [N, V] float32 or wider, bias and penalties applied; not modified
@@ -59,7 +56,7 @@ def sample(
         reason = triton.unsupported(logits)
         if reason is None:
             return triton.sample(logits, positions, rows, mode=mode)
-        _log_fallback(reason)
+        log_fallback("sampling runs", reason)
     return reference.sample(logits, positions, rows, mode=mode)
 
 
@@ -97,7 +94,7 @@ def shard_best(
         reason = triton.unsupported(logits)
         if reason is None:
             return triton.shard_best(logits, positions, rows, mode=mode, first=first)
-        _log_fallback(reason)
+        log_fallback("sampling runs", reason)
     return shards.shard_best(logits, positions, rows, mode=mode, first=first)
 
 
@@ -160,8 +157,3 @@ def gumbel_noise(
 
         return triton.gumbel_noise(seeds, positions, num_ids, first)
     return philox.gumbel_noise(seeds, positions, num_ids, first)
-
-
-@cache
-def _log_fallback(reason: str) -> None:
-    _logger.info("sampling runs on torch operations: no kernel for %s", reason)
