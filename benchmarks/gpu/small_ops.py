@@ -47,6 +47,8 @@ BOUNDS = {BF16: 2.5e-3, FP32: 2e-6}
 HIDDEN, HEADS, HEAD_DIM = 2048, 32, 128
 INNER = 512
 CHANNELS, WIDTH = 8192, 4
+# of those channels, as a delta rule has them
+QKV: dict[str, Any] = {"num_heads": 16, "key_dim": 128, "l2norm_eps": EPS}
 
 
 def check(device: torch.device) -> list[dict[str, Any]]:
@@ -123,6 +125,13 @@ def _conv_results(device: torch.device) -> Iterator[dict[str, Any]]:
             source.double(), taps, weight.double(), None, activation="silu"
         )
         yield result(f"causal_conv {dtype_name(dtype)}", relative(out, wanted), bound)
+        apart = conv.causal_conv_qkv(source, taps, weight, **QKV)
+        wanted = torch.cat(
+            conv_reference.causal_conv_qkv(source.double(), taps, weight.double(), **QKV), 1
+        )
+        # the convolution is rounded, and then what is normalised of it
+        error = relative(torch.cat(apart, 1), wanted)
+        yield result(f"causal_conv_qkv {dtype_name(dtype)}", error, 2 * bound)
 
 
 class Table:
@@ -271,6 +280,14 @@ def _conv_ops(device: torch.device) -> Iterator[Op]:
             args,
             lambda *a: conv.causal_conv(*a, activation="silu"),
             lambda *a: conv_reference.causal_conv(*a, activation="silu"), 4,
+        ), row_bytes * tokens, row_bytes * tokens,
+    )  # fmt: skip
+    yield Op(
+        "causal_conv_qkv", f"{tokens} tokens C={CHANNELS}",
+        *rotating(
+            args,
+            lambda *a: conv.causal_conv_qkv(*a[:3], **QKV),
+            lambda *a: conv_reference.causal_conv_qkv(*a[:3], **QKV), 4,
         ), row_bytes * tokens, row_bytes * tokens,
     )  # fmt: skip
 

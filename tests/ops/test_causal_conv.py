@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gapless.ops.causal_conv import causal_conv
+from gapless.ops.causal_conv import causal_conv, causal_conv_qkv
 
 NUM_ROWS, CHANNELS, WIDTH, TOKENS = 13, 7, 4, 9
 ZERO_ROW = NUM_ROWS - 1
@@ -56,6 +56,24 @@ def test_agrees_with_loop(
         wanted = wanted / (1 + np.exp(-wanted))
     assert out.dtype is dtype
     np.testing.assert_allclose(out.double().numpy(), wanted, rtol=rtol, atol=rtol / 10)
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.bfloat16, 2**-8)])
+def test_queries_and_keys_are_unit_vectors_of_the_convolution(
+    dtype: torch.dtype, rtol: float
+) -> None:
+    source = torch.randn(NUM_ROWS, 2 * 6 + 5, dtype=torch.float64).to(dtype)
+    taps = torch.randint(0, NUM_ROWS, (WIDTH, TOKENS))
+    weight = torch.randn(17, WIDTH, dtype=torch.float64).to(dtype)
+    q, k, v = causal_conv_qkv(source, taps, weight, num_heads=2, key_dim=3, l2norm_eps=1e-2)
+    both = causal_conv(source, taps, weight, None, activation="silu")
+    assert torch.equal(v, both[:, 12:])
+    for out, raw in ((q, both[:, :6]), (k, both[:, 6:12])):
+        assert out.dtype is dtype
+        heads = raw.view(TOKENS, 2, 3).double().numpy()
+        wanted = heads / np.sqrt((heads**2).sum(-1, keepdims=True) + 1e-2)
+        found = out.view(TOKENS, 2, 3).double().numpy()
+        np.testing.assert_allclose(found, wanted, rtol=rtol)
 
 
 def test_equals_conv1d_on_a_sequence() -> None:

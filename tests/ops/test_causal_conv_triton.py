@@ -63,6 +63,37 @@ def test_convolution_agrees_with_float64(
     close(out, wanted, tolerance)
 
 
+# the half type that the interpreter rounds to stands for both
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 2e-6), (torch.float16, 2**-11)])
+@pytest.mark.parametrize(("key_dim", "value_size"), [(16, 40), (80, 7), (5, 12)])
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_heads_are_those_of_the_convolution_normalised(
+    tokens: int, key_dim: int, value_size: int, dtype: torch.dtype, rtol: float
+) -> None:
+    """The convolution rounds before it is normalised, so each result is off by one rounding."""
+    from gapless.ops.causal_conv import triton
+
+    heads, eps = 3, 1e-2
+    size = heads * key_dim
+    source = torch.randn(24, 2 * size + value_size + 5, device=DEVICE).to(dtype)[:, 3:-2]
+    taps = torch.randint(0, 24, (WIDTH, tokens), device=DEVICE)
+    weight, _ = weights(source.shape[1], dtype, has_bias=False)
+    out = triton.causal_conv_qkv(
+        source, taps, weight, num_heads=heads, key_dim=key_dim, l2norm_eps=eps
+    )
+    raw = triton.causal_conv(source, taps, weight, None, activation="silu")
+    parts = raw.split([size, size, value_size], 1)
+    assert all(x.is_contiguous() and x.dtype is dtype for x in out)
+    assert torch.equal(out[2], parts[2])
+    for found, part in zip(out[:2], parts[:2], strict=True):
+        wide = part.double().view(tokens, heads, key_dim)
+        wanted = wide * (wide.square().sum(-1, keepdim=True) + eps).rsqrt()
+        # float32 sums may lie on the other side of a tie
+        torch.testing.assert_close(
+            found.double(), wanted.flatten(1), rtol=rtol + 2**-20, atol=2**-25
+        )
+
+
 class Windows:
     """Slots at several lengths, the last row padded; rings full of NaN where nothing was put."""
 

@@ -14,7 +14,7 @@ from gapless.ops.fallback import log_fallback
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["causal_conv", "convolve_window"]
+__all__ = ["causal_conv", "causal_conv_qkv", "convolve_window"]
 
 
 def causal_conv(
@@ -34,6 +34,33 @@ def causal_conv(
             return triton.causal_conv(source, taps, weight, bias, activation=activation)
         log_fallback("short convolution runs", reason)
     return reference.causal_conv(source, taps, weight, bias, activation=activation)
+
+
+def causal_conv_qkv(
+    source: Tensor,  # [N, C]: all q, all k, all v
+    taps: Tensor,  # [width, T] int64 rows of source, the token's own last
+    weight: Tensor,  # [C, width]
+    *,
+    num_heads: int,  # H, of q as of k
+    key_dim: int,
+    l2norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # [T, H * K] twice, and [T, the rest of C]
+    """Return q, k and v convolved, the former two normalised by head.
+
+    Contract: `reference.causal_conv_qkv`. What the kernel returns is contiguous.
+    """
+    if source.is_cuda:
+        from gapless.ops.causal_conv import triton
+
+        reason = triton.unsupported(source)
+        if reason is None:
+            return triton.causal_conv_qkv(
+                source, taps, weight, num_heads=num_heads, key_dim=key_dim, l2norm_eps=l2norm_eps
+            )
+        log_fallback("short convolution runs", reason)
+    return reference.causal_conv_qkv(
+        source, taps, weight, num_heads=num_heads, key_dim=key_dim, l2norm_eps=l2norm_eps
+    )
 
 
 def convolve_window(

@@ -31,6 +31,34 @@ def _weights(weight, i_first, C: tl.constexpr, WIDTH: tl.constexpr, BLOCK_C: tl.
     return taps
 
 
+@triton.jit
+def _tap_sums(
+    source,
+    taps,
+    weight,
+    num_tokens,
+    stride_source,
+    o_t,
+    i_first,
+    m_c,
+    C: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Return sums over the taps of some tokens, of BLOCK_C channels from a first one on."""
+    m_t = o_t < num_tokens
+    o_c = i_first + tl.arange(0, BLOCK_C)
+    b_weights = _weights(weight, i_first, C, WIDTH, BLOCK_C)
+    b_sum = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+    for i_tap in tl.static_range(WIDTH):
+        b_tap = tl.load(taps + i_tap * num_tokens + o_t, mask=m_t, other=0)
+        p_x = source + b_tap[:, None] * stride_source + o_c[None, :]
+        b_x = tl.load(p_x, mask=m_t[:, None] & m_c[None, :], other=0.0).to(tl.float32)
+        b_sum += b_x * b_weights[i_tap][None, :]
+    return b_sum
+
+
 # any number of tokens is served by one compiled kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def _causal_conv_kernel(
@@ -52,22 +80,64 @@ def _causal_conv_kernel(
     """A program owns some channels of some tokens; neighbours find each other's rows in cache."""
     await_inputs(CHAINED)
     o_t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    o_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    m_t, m_c = o_t < num_tokens, o_c < C
-    mask = m_t[:, None] & m_c[None, :]
-    b_weights = _weights(weight, tl.program_id(0) * BLOCK_C, C, WIDTH, BLOCK_C)
-    b_sum = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
-    for i_tap in tl.static_range(WIDTH):
-        b_tap = tl.load(taps + i_tap * num_tokens + o_t, mask=m_t, other=0)
-        p_x = source + b_tap[:, None] * stride_source + o_c[None, :]
-        b_x = tl.load(p_x, mask=mask, other=0.0).to(tl.float32)
-        b_sum += b_x * b_weights[i_tap][None, :]
+    i_first = tl.program_id(0) * BLOCK_C
+    o_c = i_first + tl.arange(0, BLOCK_C)
+    m_c = o_c < C
+    b_sum = _tap_sums(
+        source, taps, weight, num_tokens, stride_source, o_t, i_first, m_c,
+        C, WIDTH, BLOCK_T, BLOCK_C,
+    )  # fmt: skip
     if HAS_BIAS:
         b_sum += tl.load(bias + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
     if IS_SILU:
         b_sum = b_sum / (1.0 + tl.exp(-b_sum))
     p_out = out + o_t.to(tl.int64)[:, None] * C + o_c[None, :]
+    mask = (o_t < num_tokens)[:, None] & m_c[None, :]
     tl.store(p_out, b_sum.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _causal_conv_qkv_kernel(
+    source,
+    taps,
+    weight,
+    q,
+    k,
+    v,
+    eps,
+    num_tokens,
+    stride_source,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """A program owns a head of q or of k, or as many channels of v, of some tokens."""
+    await_inputs(CHAINED)
+    i_part = tl.program_id(0)
+    is_key = i_part < 2 * H
+    i_value = (i_part - 2 * H) * BLOCK_C
+    o_t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    o_c = tl.arange(0, BLOCK_C)
+    m_c = o_c < tl.where(is_key, K, V_SIZE - i_value)
+    b_sum = _tap_sums(
+        source, taps, weight, num_tokens, stride_source, o_t,
+        tl.where(is_key, i_part * K, 2 * H * K + i_value), m_c,
+        2 * H * K + V_SIZE, WIDTH, BLOCK_T, BLOCK_C,
+    )  # fmt: skip
+    b_out = (b_sum / (1.0 + tl.exp(-b_sum))).to(v.dtype.element_ty)
+    o_row = o_t.to(tl.int64)[:, None]
+    mask = (o_t < num_tokens)[:, None] & m_c[None, :]
+    if is_key:
+        b_x = b_out.to(tl.float32)
+        b_x *= (1.0 / tl.sqrt(tl.sum(b_x * b_x, 1) + eps))[:, None]
+        p_out = (q if i_part < H else k) + o_row * (H * K) + i_part % H * K + o_c[None, :]
+        tl.store(p_out, b_x.to(v.dtype.element_ty), mask=mask)
+    else:
+        tl.store(v + o_row * V_SIZE + i_value + o_c[None, :], b_out, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -34,6 +34,32 @@ def causal_conv(
     return out.to(source.dtype)
 
 
+def causal_conv_qkv(
+    source: Tensor,  # [N, C]: all q, all k, all v
+    taps: Tensor,  # [width, T] int64 rows of source, the token's own last
+    weight: Tensor,  # [C, width]
+    *,
+    num_heads: int,  # H, of q as of k
+    key_dim: int,
+    l2norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # [T, H * K] twice, and [T, the rest of C]
+    """Return `causal_conv` with SiLU taken apart, q and k normalised by head.
+
+    That is x * rsqrt(sum(x^2) + eps) of what the convolution gives in source's dtype, in which it
+    is rounded once more.
+    """
+    out = causal_conv(source, taps, weight, None, activation="silu")
+    size = num_heads * key_dim
+    q, k, v = out.split([size, size, out.shape[1] - 2 * size], dim=1)
+    return _normalised(q, key_dim, l2norm_eps), _normalised(k, key_dim, l2norm_eps), v
+
+
+def _normalised(x: Tensor, key_dim: int, eps: float) -> Tensor:
+    heads = x.reshape(len(x), -1, key_dim).to(torch.promote_types(x.dtype, torch.float32))
+    heads = heads * (heads * heads).sum(-1, keepdim=True).add_(eps).rsqrt_()
+    return heads.flatten(1).to(x.dtype)
+
+
 def convolve_window(
     inputs: Tensor,  # [B * W, C]
     ring: Tensor,  # [entries, C], written

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import triton
 
-from gapless.ops.causal_conv.kernels import _causal_conv_kernel, _convolve_window_kernel
+from gapless.ops.causal_conv.kernels import (
+    _causal_conv_kernel,
+    _causal_conv_qkv_kernel,
+    _convolve_window_kernel,
+)
 from gapless.ops.chaining import chained
 
 if TYPE_CHECKING:
@@ -58,6 +62,51 @@ def causal_conv(
             **chained(source),
         )
     return out
+
+
+def causal_conv_qkv(
+    source: Tensor,
+    taps: Tensor,
+    weight: Tensor,
+    *,
+    num_heads: int,
+    key_dim: int,
+    l2norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reference.causal_conv_qkv`; each is contiguous. Rows of `source` may be strided."""
+    assert source.stride(1) == 1, "channels are contiguous"
+    _assert_contiguous(weight, taps)
+    width, num_tokens = taps.shape
+    key_size = num_heads * key_dim
+    value_size = source.shape[1] - 2 * key_size
+    q, k, v = (
+        torch.empty(num_tokens, size, dtype=source.dtype, device=source.device)
+        for size in (key_size, key_size, value_size)
+    )
+    block_c = triton.next_power_of_2(key_dim)
+    block_t = max(1, BLOCK_TOKENS * BLOCK_CHANNELS // block_c)
+    grid = (2 * num_heads + triton.cdiv(value_size, block_c), triton.cdiv(num_tokens, block_t))
+    if num_tokens:
+        _causal_conv_qkv_kernel[grid](
+            source,
+            taps,
+            weight,
+            q,
+            k,
+            v,
+            l2norm_eps,
+            num_tokens,
+            source.stride(0),
+            H=num_heads,
+            K=key_dim,
+            V_SIZE=value_size,
+            WIDTH=width,
+            BLOCK_T=block_t,
+            BLOCK_C=block_c,
+            num_warps=4,
+            **chained(source),
+        )
+    return q, k, v
 
 
 def convolve_window(
