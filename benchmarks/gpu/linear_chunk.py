@@ -3,13 +3,15 @@
     python -m benchmarks.gpu.linear_chunk --check --measure [--output figures.json]
 
 Checks compare with float64. Times are those of a CUDA graph of a few calls, the median of 25
-replays; one call works on far more than the L2 cache holds. The op's time includes reading initial
-states from their rows and writing final states to theirs, and its q, k and v are the views that the
-layer has; `contiguous_us` is the same without copying those. `fla_us` is fla-core's own entry point
-on contiguous inputs with states in place, never cut; `cut_over_fla` compares cut segments with it,
-and `cut_us` less `contiguous_us` is what two states on the way of each segment cost a layer. Both
-run the same tuned kernels within chunks, tuned on one segment before anything else is run; the scan
-is this package's own, and `--tilings` times its candidates alone.
+replays; one call works on far more than the L2 cache holds. `us` is what a layer runs: the short
+convolution, which gives q, k and v apart and the former two normalised, then the recurrence, which
+reads initial states from their rows and writes final states to theirs; `conv_us` is the former
+alone. `fla_us` is the convolution of all channels side by side, then fla-core's own entry point,
+which normalises: on contiguous inputs, as if what the convolution gives needed no copies, with
+states in place, never cut. `cut_over_fla` compares cut segments with it, and `cut_us` less `us` is
+what two states on the way of each segment cost a layer. Both run the same tuned kernels within
+chunks, tuned on one segment before anything else is run; the scan is this package's own, and
+`--tilings` times its candidates alone.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch
 
 from benchmarks.gpu.harness import main, relative, time_us
 from gapless.core.specs.linear import Recurrence
+from gapless.ops.causal_conv import causal_conv, causal_conv_qkv
 from gapless.ops.linear_chunk import (
     ChunkIndices,
     RoundIndices,
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHUNK = 64
+CONV_WIDTH = 4
 EPS = 1e-6
 REPLAYS = 25
 CALLS = 3
@@ -70,6 +74,10 @@ class Shape:
     @property
     def decay_dim(self) -> int:
         return self.key_dim if self.recurrence is Recurrence.KIMI_DELTA else 1
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
 SHAPES = (
@@ -106,14 +114,13 @@ class Problem:
     ) -> None:
         self.shape, self.lengths, self.device = shape, list(lengths), device
         tokens = sum(lengths)
-        key_size = shape.key_heads * shape.key_dim
-        value_size = shape.value_heads * shape.value_dim
-        mixed = torch.randn(tokens, 2 * key_size + value_size, device=device).bfloat16()
-        q, k, v = mixed.split([key_size, key_size, value_size], 1)
+        keys = torch.randn(2, tokens, shape.key_heads, shape.key_dim, device=device)
+        q, k = torch.nn.functional.normalize(keys, dim=-1).bfloat16()
+        values = torch.randn(tokens, shape.value_heads, shape.value_dim, device=device)
         self.inputs = (
-            q.view(tokens, shape.key_heads, -1),
-            k.view(tokens, shape.key_heads, -1),
-            v.view(tokens, shape.value_heads, -1),
+            q,
+            k,
+            values.bfloat16(),
             torch.randn(tokens, shape.value_heads, device=device).sigmoid(),
             -0.1 * torch.randn(tokens, shape.value_heads, shape.decay_dim, device=device).exp(),
         )
@@ -165,15 +172,11 @@ class Problem:
     def _sent(self, values: np.ndarray | list[int]) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64).to(self.device)
 
-    def contiguous(self) -> tuple[Tensor, ...]:
-        """Inputs as an entry point of its own wants them."""
-        return tuple(x.contiguous() for x in self.inputs)
-
     def run(self, inputs: Sequence[Tensor], checkpoint: Tensor) -> Tensor:
         """Call the op, which takes what serves the device."""
         return chunk_prefill(
             *inputs, checkpoint, self.indices,
-            recurrence=self.shape.recurrence, l2norm_eps=EPS, scale=self.shape.key_dim**-0.5,
+            recurrence=self.shape.recurrence, scale=self.shape.key_dim**-0.5,
         )  # fmt: skip
 
     def wanted(self) -> tuple[Tensor, Tensor]:
@@ -182,7 +185,7 @@ class Problem:
         assert self.indices.rounds is not None
         out = reference.chunk_prefill(
             *(x.double() for x in self.inputs), checkpoint, self.indices.rounds,
-            recurrence=self.shape.recurrence, l2norm_eps=EPS, scale=self.shape.key_dim**-0.5,
+            recurrence=self.shape.recurrence, scale=self.shape.key_dim**-0.5,
         )  # fmt: skip
         return out, checkpoint[self.written]
 
@@ -192,6 +195,31 @@ class Problem:
         out = self.run(self.inputs, checkpoint)
         wanted, states = self.wanted()
         return relative(out, wanted), relative(checkpoint[self.written], states)
+
+
+class Convolution:
+    """What a layer convolves before its recurrence: so many tokens of all channels."""
+
+    def __init__(self, shape: Shape, tokens: int, device: torch.device) -> None:
+        self._shape = shape
+        source = torch.randn(tokens + 1, shape.channels, device=device).bfloat16()
+        before = torch.arange(CONV_WIDTH - 1, -1, -1, device=device)[:, None]
+        taps = torch.arange(tokens, device=device) - before
+        weight = torch.randn(shape.channels, CONV_WIDTH, device=device).bfloat16()
+        self._args = source, taps.masked_fill(taps < 0, tokens), weight
+
+    def apart(self) -> tuple[Tensor, ...]:
+        """Return q, k and v as the recurrence wants them."""
+        shape = self._shape
+        found = causal_conv_qkv(
+            *self._args, num_heads=shape.key_heads, key_dim=shape.key_dim, l2norm_eps=EPS
+        )
+        heads = (shape.key_heads, shape.key_heads, shape.value_heads)
+        return tuple(x.view(len(x), n, -1) for x, n in zip(found, heads, strict=True))
+
+    def side_by_side(self) -> Tensor:
+        """Return all channels as one."""
+        return causal_conv(*self._args, None, activation="silu")
 
 
 # several chunks, one, less than one, one token; a segment's end cut, cuts side by side
@@ -260,7 +288,7 @@ def _fla_alone(problem: Problem) -> Callable[[], object]:
 
     shape = problem.shape
     is_kda = shape.recurrence is Recurrence.KIMI_DELTA
-    q, k, v, beta, g = (x[None] for x in problem.contiguous())
+    q, k, v, beta, g = (x[None] for x in problem.inputs)
     bounds = torch.tensor([0, *problem.lengths]).cumsum(0)
     on_device = bounds.to(problem.device)
     states = problem.checkpoint[problem.init_rows].float()
@@ -277,24 +305,26 @@ def _fla_alone(problem: Problem) -> Callable[[], object]:
 
 
 def measure(device: torch.device) -> list[dict[str, Any]]:
-    """Time the op beside fla-core alone; a row has name, microseconds, and their ratio."""
+    """Time what a layer runs beside fla-core's; a row has name, microseconds, and their ratio."""
     torch.manual_seed(0)
     found = []
     for shape, (name, lengths) in product(SHAPES, PACKINGS.items()):
         problem = Problem(shape, lengths, None, device)
         cut = Problem(shape, lengths, last_cuts(lengths), device)
-        contiguous = problem.contiguous()
-        us = _time_us(lambda p=problem: p.run(p.inputs, p.checkpoint))
-        contiguous_us = _time_us(lambda p=problem, x=contiguous: p.run(x, p.checkpoint))
-        cut_us = _time_us(lambda p=cut, x=contiguous: p.run(x, p.checkpoint))
-        fla_us = _time_us(_fla_alone(problem))
+        conv = Convolution(shape, sum(lengths), device)
+        alone = _fla_alone(problem)
+        us, cut_us = (
+            _time_us(lambda p=p, c=conv: p.run((*c.apart(), *p.inputs[3:]), p.checkpoint))
+            for p in (problem, cut)
+        )
+        fla_us = _time_us(lambda c=conv, f=alone: (c.side_by_side(), f()))
         found.append(
             {
                 "name": f"{shape.name} {name}",
                 "us": us,
-                "contiguous_us": contiguous_us,
+                "conv_us": _time_us(conv.apart),
                 "fla_us": fla_us,
-                "over_fla": contiguous_us / fla_us,
+                "over_fla": us / fla_us,
                 "cut_us": cut_us,
                 "cut_over_fla": cut_us / fla_us,
                 "Mtok/s": sum(lengths) / us,

@@ -9,7 +9,12 @@ import torch
 
 from gapless.core.parallel import linear_of_rank
 from gapless.layers.linear import Linear, PartialLinear
-from gapless.layers.recurrence import convolve, linear_inputs, recur
+from gapless.layers.recurrence import (
+    RecurrentInputs,
+    convolve_qkv,
+    linear_inputs,
+    run_recurrence,
+)
 from gapless.layers.shard import target
 from gapless.ops.gates import delta_gates
 from gapless.ops.norm import gated_rms_norm
@@ -80,11 +85,12 @@ class GatedDeltaNet:
         memory, batch = linear_inputs(memory, batch)
         spec = self._spec
         mixed, gate, b, a = self._in_proj(x).split(self._sizes, dim=-1)
-        mixed = convolve(mixed, self._conv, memory, batch)
+        q, k, v = convolve_qkv(mixed, self._conv, spec, memory, batch)
         beta, log_decay = delta_gates(
             b, a, self._dt_bias, self._neg_decay_rate, beta_scale=self._beta_scale
         )
-        out = recur(mixed, beta, log_decay, spec, memory, batch)
+        inputs = RecurrentInputs(q, k, v, beta, log_decay, scale=spec.key_dim**-0.5)
+        out = run_recurrence(inputs, spec, memory, batch)
         out = gated_rms_norm(out, gate.reshape(out.shape), self._norm, self._eps, activation="silu")
         return self._communicator.all_reduce(self._out_proj(out.flatten(1)))
 

@@ -8,7 +8,12 @@ import torch.nn.functional as F
 
 from gapless.core.parallel import linear_of_rank
 from gapless.layers.linear import Linear, PartialLinear
-from gapless.layers.recurrence import convolve, linear_inputs, recur
+from gapless.layers.recurrence import (
+    RecurrentInputs,
+    convolve_qkv,
+    linear_inputs,
+    run_recurrence,
+)
 from gapless.layers.shard import Share, target
 from gapless.ops.norm import gated_rms_norm
 
@@ -62,17 +67,14 @@ class KimiDeltaAttention:
         memory, batch = linear_inputs(memory, batch)
         spec, acc = self._spec, self._dt_bias.dtype
         mixed, b, decay, gate = self._in_proj(x).split(self._sizes, dim=-1)
-        mixed = convolve(mixed, self._conv, memory, batch)
+        q, k, v = convolve_qkv(mixed, self._conv, spec, memory, batch)
         log_decay = F.softplus(self._decay_proj(decay).to(acc) + self._dt_bias)
         log_decay = log_decay.view(-1, spec.num_value_heads, spec.key_dim)
-        out = recur(
-            mixed,
-            b.to(acc).sigmoid(),
-            log_decay * self._neg_decay_rate[:, None],
-            spec,
-            memory,
-            batch,
-        )
+        inputs = RecurrentInputs(
+            q, k, v, b.to(acc).sigmoid(), log_decay * self._neg_decay_rate[:, None],
+            scale=spec.key_dim**-0.5,
+        )  # fmt: skip
+        out = run_recurrence(inputs, spec, memory, batch)
         gates = self._gate_proj(gate).view(out.shape)
         out = gated_rms_norm(out, gates, self._norm, self._eps, activation="sigmoid")
         return self._communicator.all_reduce(self._out_proj(out.flatten(1)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from gapless.layers.batch import LinearMemory, PrefillBatch, WindowBatch
-from gapless.ops.causal_conv import causal_conv, convolve_window
+from gapless.ops.causal_conv import causal_conv, causal_conv_qkv, convolve_window
 from gapless.ops.linear_chunk import chunk_prefill
 from gapless.ops.linear_replay import replay_window
 
@@ -38,38 +38,59 @@ def convolve(
     activation: Literal["silu", "none"] = "silu",
 ) -> Tensor:  # [T, C]
     """Convolve, and keep in the rings what later steps read."""
-    ring = memory.conv_ring
-    # taps are those of the model's widest convolution, the nearest last
-    taps = batch.conv_taps[-weight.shape[1] :]
+    taps = _taps(weight, batch)
     if isinstance(batch, WindowBatch):
         return convolve_window(
-            mixed, ring, batch.conv_write, taps, weight, bias,
+            mixed, memory.conv_ring, batch.conv_write, taps, weight, bias,
             num_rows=batch.num_rows, activation=activation,
         )  # fmt: skip
-    source = torch.cat((mixed, ring.index_select(0, batch.conv_prefix)))
-    ring.index_copy_(0, batch.conv_write, source.index_select(0, batch.conv_keep))
+    source = _with_past(mixed, memory, batch)
     return causal_conv(source, taps, weight, bias, activation=activation)
 
 
-def recur(
-    mixed: Tensor,  # [T, C]: all q, all k, all v, as the convolution gives them
-    beta: Tensor,  # [T, HV] acc dtype
-    log_decay: Tensor,  # [T, HV, Kd] acc dtype
+def convolve_qkv(
+    mixed: Tensor,  # [T, C]: all q, all k, all v
+    weight: Tensor,  # [C, width]
     spec: LinearSpec,
     memory: LinearMemory,
     batch: WindowBatch | PrefillBatch,
-) -> Tensor:  # [T, HV, V]
-    """Run a delta rule over windows (writing rings) or segments (writing checkpoints)."""
+) -> tuple[Tensor, Tensor, Tensor]:  # [T, H * K] twice, [T, HV * V]
+    """Do the same for a delta rule, and give q, k and v as `run_recurrence` wants them.
+
+    Those of segments are normalised: nothing else reads them. The ring of a window holds keys as
+    the convolution gives them, and its recurrence normalises.
+    """
     key_size = spec.num_key_heads * spec.key_dim
-    value_size = spec.num_value_heads * spec.value_dim
-    q, k, v = mixed.split([key_size, key_size, value_size], dim=-1)
-    inputs = RecurrentInputs(q, k, v, beta, log_decay, scale=spec.key_dim**-0.5)
-    return run_recurrence(inputs, spec, memory, batch)
+    if isinstance(batch, WindowBatch):
+        mixed = convolve(mixed, weight, memory, batch)
+        q, k, v = mixed.split([key_size, key_size, mixed.shape[1] - 2 * key_size], dim=1)
+        return q, k, v
+    assert spec.l2norm_eps is not None, "delta rules normalise"
+    return causal_conv_qkv(
+        _with_past(mixed, memory, batch), _taps(weight, batch), weight,
+        num_heads=spec.num_key_heads, key_dim=spec.key_dim, l2norm_eps=spec.l2norm_eps,
+    )  # fmt: skip
+
+
+def _taps(weight: Tensor, batch: WindowBatch | PrefillBatch) -> Tensor:  # [width, T]
+    # the batch has those of the model's widest convolution, the nearest last
+    return batch.conv_taps[-weight.shape[1] :]
+
+
+def _with_past(mixed: Tensor, memory: LinearMemory, batch: PrefillBatch) -> Tensor:  # [N, C]
+    """Return the rows that taps name, and keep in the ring those that outlive the chunk."""
+    ring = memory.conv_ring
+    source = torch.cat((mixed, ring.index_select(0, batch.conv_prefix)))
+    ring.index_copy_(0, batch.conv_write, source.index_select(0, batch.conv_keep))
+    return source
 
 
 @dataclass(frozen=True)
 class RecurrentInputs:
-    """What a recurrence reads of each token, heads side by side."""
+    """What a recurrence reads of each token, heads side by side.
+
+    A delta rule's q and k are normalised in prefill alone: `convolve_qkv`.
+    """
 
     q: Tensor  # [T, H * K]
     k: Tensor  # [T, H * K]
@@ -105,6 +126,6 @@ def run_recurrence(
     else:
         out = chunk_prefill(
             *arguments, memory.replay.checkpoint, batch.chunks,
-            recurrence=spec.recurrence, l2norm_eps=spec.l2norm_eps, scale=inputs.scale,
+            recurrence=spec.recurrence, scale=inputs.scale,
         )  # fmt: skip
     return out.reshape(num_tokens, spec.num_value_heads, spec.value_dim)

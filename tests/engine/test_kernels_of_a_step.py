@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from gapless import LLM, SamplingParams
+from gapless.layers import recurrence
 from gapless.layers.placement import Placement
 from gapless.ops import chaining
 
@@ -29,6 +30,11 @@ def slowly(name: str) -> Any:
     return pytest.param(name, marks=[pytest.mark.slow, pytest.mark.timeout(600)])
 
 
+def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    monkeypatch.setattr(chaining, "_can_chain", lambda _: False)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled there")
 @pytest.mark.parametrize("name", ["qwen3_5", *map(slowly, SLOW_MODELS)])
 def test_kernels_give_the_tokens_of_definitions(
@@ -39,6 +45,27 @@ def test_kernels_give_the_tokens_of_definitions(
     llm = LLM(str(tiny_model(name)), dtype="float32", max_running_requests=3, max_model_len=64)
     expected = [result.token_ids for result in llm.generate(PROMPTS, PARAMS)]
     llm.flush_cache()
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-    monkeypatch.setattr(chaining, "_can_chain", lambda _: False)
+    pretend_a_gpu(monkeypatch)
     assert [result.token_ids for result in llm.generate(PROMPTS, PARAMS)] == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled there")
+@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear"])
+def test_prefill_of_delta_rules_copies_no_input(
+    name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels within chunks want inputs contiguous, and the layers have made them so."""
+    honest, found = recurrence.chunk_prefill, []
+
+    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+        found.append([x.is_contiguous() for x in args[:5]])
+        return honest(*args, **kwargs)
+
+    monkeypatch.setattr(recurrence, "chunk_prefill", watched)
+    monkeypatch.setattr(Placement, "is_input_major", property(lambda _: False))
+    llm = LLM(str(tiny_model(name)), dtype="float32", max_running_requests=3, max_model_len=64)
+    pretend_a_gpu(monkeypatch)
+    found.clear()
+    llm.generate(PROMPTS, SamplingParams(max_tokens=1))
+    assert found
+    assert all(all(inputs) for inputs in found)

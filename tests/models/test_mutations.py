@@ -31,6 +31,7 @@ from gapless.layers import (
 from gapless.layers.norm import RmsNorm
 from gapless.models import decoder, deepseek_v2, lfm2_moe, minimax, olmo_hybrid
 from gapless.ops import moe as moe_ops
+from gapless.ops.causal_conv import reference as causal_conv
 from gapless.ops.group_routing import reference as group_routing
 from gapless.ops.norm import rms_norm
 from gapless.ops.qk_norm_rope import reference as qk_norm_rope
@@ -82,9 +83,9 @@ def _tiled_key_heads(patch: Patch) -> None:
 
 
 def _no_convolution_silu(patch: Patch) -> None:
-    honest = recurrence.causal_conv
+    honest = causal_conv.causal_conv
     patch.setattr(
-        recurrence, "causal_conv", lambda *args, activation: honest(*args, activation="none")
+        causal_conv, "causal_conv", lambda *args, activation: honest(*args, activation="none")
     )
 
 
@@ -160,12 +161,14 @@ def _up_before_gate(patch: Patch) -> None:
 
 
 def _one_decay_for_all_channels(patch: Patch) -> None:
-    honest = kda.recur
+    honest = kda.run_recurrence
 
-    def recur(mixed: Tensor, beta: Tensor, decay: Tensor, *rest: Any, **named: Any) -> Tensor:
-        return honest(mixed, beta, decay.mean(-1, keepdim=True).expand_as(decay), *rest, **named)
+    def run(inputs: recurrence.RecurrentInputs, *rest: Any) -> Tensor:
+        decay = inputs.log_decay
+        decay = decay.mean(-1, keepdim=True).expand_as(decay)
+        return honest(replace(inputs, log_decay=decay), *rest)
 
-    patch.setattr(kda, "recur", recur)
+    patch.setattr(kda, "run_recurrence", run)
 
 
 def _silu_output_gate(patch: Patch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ SCALE = 0.4
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors of some tokens, as the ops get them: neither normalised nor scaled."""
+    """Tensors of some tokens, as the ops get them: not scaled, and not normalised as drawn."""
 
     q: torch.Tensor  # [..., H, K]
     k: torch.Tensor  # [..., H, K]
@@ -78,14 +78,19 @@ def zero_state() -> np.ndarray:
     return np.zeros((VALUE_HEADS, VALUE_DIM, KEY_DIM))
 
 
-def tokens_of(recurrence: Recurrence, inputs: Inputs) -> Tokens:
-    """Widen, normalise, scale, and repeat key heads."""
+def normalised(inputs: Inputs, eps: float | None) -> Inputs:
+    """Return inputs with q and k normalised in float64, if at all, and rounded to their dtype."""
+    q, k = (torch.from_numpy(_unit(x.double().numpy(), eps)) for x in (inputs.q, inputs.k))
+    return replace(inputs, q=q.to(inputs.q.dtype), k=k.to(inputs.k.dtype))
+
+
+def tokens_of(inputs: Inputs, eps: float | None) -> Tokens:
+    """Widen, normalise unless that has been done, scale, and repeat key heads."""
     q, k, v, beta, log_decay = (None if x is None else x.double().numpy() for x in inputs.args)
     assert q is not None
     assert k is not None
     assert v is not None
     assert log_decay is not None
-    eps = l2norm_eps(recurrence)
     group = VALUE_HEADS // KEY_HEADS
     q, k = _unit(q, eps) * SCALE, _unit(k, eps)
     return Tokens(np.repeat(q, group, -2), np.repeat(k, group, -2), v, beta, log_decay)

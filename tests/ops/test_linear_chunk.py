@@ -27,6 +27,7 @@ from tests.ops.step_recurrence import (
     VALUE_HEADS,
     Inputs,
     l2norm_eps,
+    normalised,
     random_inputs,
     same_bits,
     step,
@@ -60,8 +61,9 @@ class Case:
 def make_case(recurrence: Recurrence, dtype: torch.dtype = torch.float64) -> Case:
     """Draw inputs and initial states, and run the recurrence."""
     acc = torch.promote_types(dtype, torch.float32)
-    inputs = random_inputs(recurrence, sum(LENGTHS), dtype=dtype)
-    tokens = tokens_of(recurrence, inputs)
+    drawn = random_inputs(recurrence, sum(LENGTHS), dtype=dtype)
+    inputs = normalised(drawn, l2norm_eps(recurrence))
+    tokens = tokens_of(inputs, None)
     zero_row = 2 * len(LENGTHS)
     checkpoint = torch.full((zero_row + 1, VALUE_HEADS, VALUE_DIM, KEY_DIM), NAN, dtype=acc)
     checkpoint[zero_row] = 0
@@ -133,7 +135,6 @@ def call(
         checkpoint,
         indices,
         recurrence=recurrence,
-        l2norm_eps=l2norm_eps(recurrence),
         scale=SCALE,
     )
 

@@ -18,7 +18,7 @@ from gapless.core.specs.linear import Recurrence
 from gapless.ops import linear_chunk
 from gapless.ops.linear_chunk import ScanRoom, fla, reference, scan_arrays
 from tests.ops.fla_stand_ins import STAND_INS
-from tests.ops.step_recurrence import SCALE, l2norm_eps, same_bits
+from tests.ops.step_recurrence import SCALE, same_bits
 from tests.ops.test_linear_chunk import CUTS, LENGTHS, indices_of, make_case, segments_and_cuts
 
 Drawn = tuple[list[int], list[list[int]]]
@@ -113,9 +113,7 @@ def test_scan_equals_the_definition(
     checkpoint = torch.cat([case.checkpoint, more])
     exact = indices_of(LENGTHS, 64, case.init_rows, final_rows, cuts, cut_rows)
     wanted_rows, rows = checkpoint.clone(), checkpoint.clone()
-    arguments: dict[str, Any] = {
-        "recurrence": recurrence, "l2norm_eps": l2norm_eps(recurrence), "scale": SCALE,
-    }  # fmt: skip
+    arguments: dict[str, Any] = {"recurrence": recurrence, "scale": SCALE}
     assert exact.rounds is not None
     wanted = reference.chunk_prefill(
         *case.inputs.args, wanted_rows, exact.rounds, **arguments
@@ -146,27 +144,10 @@ def test_states_may_be_narrow() -> None:
     checkpoint = case.checkpoint.half()
     fla.chunk_prefill(
         *case.inputs.args, checkpoint, indices.scan,  # type: ignore[arg-type]
-        recurrence=Recurrence.GATED_DELTA, l2norm_eps=1e-2, scale=SCALE,
+        recurrence=Recurrence.GATED_DELTA, scale=SCALE,
     )  # fmt: skip
     found = checkpoint[final_rows].double().numpy()
     np.testing.assert_allclose(found, case.states, rtol=2e-2, atol=2e-2)
-
-
-# the interpreter truncates to bfloat16, so the half type that it rounds to stands for both
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("key_dim", [64, 80])
-def test_normalized_reads_views(*, dtype: torch.dtype, key_dim: int) -> None:
-    num_tokens, num_heads, eps = 21, 3, 1e-2
-    size = num_heads * key_dim
-    mixed = torch.randn(num_tokens, 2 * size + 8).to(dtype)
-    q, k = (mixed[:, i * size : (i + 1) * size].view(-1, num_heads, key_dim) for i in range(2))
-    for x, out in zip((q, k), fla.normalized(q, k, eps), strict=True):
-        source = x.double()
-        wanted = source * (source.square().sum(-1, keepdim=True) + eps).rsqrt()
-        rtol = 2e-6 if dtype is torch.float32 else 2**-10
-        torch.testing.assert_close(out.double(), wanted, rtol=rtol, atol=2**-24)
-        assert out.dtype is dtype
-        assert out.is_contiguous()
 
 
 @pytest.fixture
@@ -196,9 +177,7 @@ def dispatch(
         monkeypatch.setattr(module, "chunk_prefill", lambda *_, name=name, **__: name)
     indices: Any = SimpleNamespace(chunk=chunk, scan=None, rounds=())
     rest: Any = (q, q, q, q, q)
-    found: Any = linear_chunk.chunk_prefill(
-        q, *rest, indices, recurrence=recurrence, l2norm_eps=1e-6, scale=1.0
-    )
+    found: Any = linear_chunk.chunk_prefill(q, *rest, indices, recurrence=recurrence, scale=1.0)
     return str(found)
 
 

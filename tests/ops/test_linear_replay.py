@@ -95,7 +95,7 @@ class Run:
         inputs = random_inputs(
             self.shape.recurrence, num_tokens, dtype=self.shape.dtype, generator=self.generator
         )
-        tokens = tokens_of(self.shape.recurrence, inputs)
+        tokens = tokens_of(inputs, l2norm_eps(self.shape.recurrence))
         for i in range(num_tokens):
             state, _ = step(self.states[slot][-1], tokens, i)
             self.states[slot].append(state)
@@ -160,7 +160,7 @@ class Run:
         out = self.call(inputs, indices, ancestors_of(parents) if shape.is_tree else None)
         self.check_untouched(before, indices)
         fold_len = self.fold_len()
-        tokens = tokens_of(shape.recurrence, inputs)
+        tokens = tokens_of(inputs, l2norm_eps(shape.recurrence))
         for row, slot in enumerate(BATCH):
             states, wanted = self.expected(slot, tokens, row, parents[row])
             rtol, atol = TOLERANCE[shape.dtype]
@@ -324,7 +324,7 @@ def test_strong_decay_stays_finite(recurrence: Recurrence, is_tree: bool) -> Non
     inputs.log_decay.fill_(-32.0)
     parents = engine.parents()
     out = engine.call(inputs, engine.indices(), ancestors_of(parents) if is_tree else None)
-    tokens = tokens_of(recurrence, inputs)
+    tokens = tokens_of(inputs, l2norm_eps(recurrence))
     for row, slot in enumerate(BATCH):
         _, wanted = engine.expected(slot, tokens, row, parents[row])
         np.testing.assert_allclose(out[row].numpy(), wanted, rtol=1e-5, atol=1e-5)

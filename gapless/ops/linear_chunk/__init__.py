@@ -59,8 +59,8 @@ def kernels_lack(
 
 
 def chunk_prefill(
-    q: Tensor,  # [T, H, K]
-    k: Tensor,  # [T, H, K]
+    q: Tensor,  # [T, H, K], normalised where the layer does that
+    k: Tensor,  # [T, H, K], likewise
     v: Tensor,  # [T, HV, V]
     beta: Tensor | None,  # [T, HV], after the sigmoid; None for Mamba-2
     log_decay: Tensor,  # [T, HV, Kd], at most 0; Kd is 1 or K
@@ -68,7 +68,6 @@ def chunk_prefill(
     indices: ChunkIndices,
     *,
     recurrence: Recurrence,
-    l2norm_eps: float | None,
     scale: float,
 ) -> Tensor:  # [T, HV, V] in q's dtype
     """Return the outputs of all packed tokens; write states at the cuts and each final state.
@@ -82,13 +81,13 @@ def chunk_prefill(
             assert beta is not None, "a delta rule has beta"
             return fla.chunk_prefill(
                 q, k, v, beta, log_decay, checkpoint, indices.scan,
-                recurrence=recurrence, l2norm_eps=l2norm_eps, scale=scale,
+                recurrence=recurrence, scale=scale,
             )  # fmt: skip
         _log_fallback(reason)
     assert indices.rounds is not None, "the torch definition reads rounds"
     return reference.chunk_prefill(
         q, k, v, beta, log_decay, checkpoint, indices.rounds,
-        recurrence=recurrence, l2norm_eps=l2norm_eps, scale=scale,
+        recurrence=recurrence, scale=scale,
     )  # fmt: skip
 
 

@@ -1,9 +1,9 @@
 """Chunked prefill of the delta rules: fla-core's Triton kernels within chunks, `scan.py` over them.
 
 The package's own entry points would derive chunk numbers in every layer, copy them to the device
-and wait, and fix the normalisation's epsilon. So the functions below them are called, which take
-all of that as arguments; they are those of version 0.6, and no other version is accepted. Nothing
-here depends on how segments lie but tensors of fixed shapes, so a call can be captured.
+and wait. So the functions below them are called, which take those as arguments; they are those of
+version 0.6, and no other version is accepted. Nothing here depends on how segments lie but tensors
+of fixed shapes, so a call can be captured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ _VERSION = "0.6"
 _REMEDY = "pip install 'gapless[cuda]' brings it"
 _ACTIVATIONS = (torch.bfloat16, torch.float16)
 _MAX_KEY_DIM = 256
-_NORM_TOKENS = 16
 
 
 @cache
@@ -64,53 +63,27 @@ def chunk_prefill(
     indices: ScanIndices,
     *,
     recurrence: Recurrence,
-    l2norm_eps: float | None,
     scale: float,
 ) -> Tensor:  # [T, HV, V] in q's dtype
     """Do what `reference.chunk_prefill` does, without a sync; tokens of no segment get anything.
 
     Products are of q's type, accumulated in float32; states between chunks are float32, and the
-    copies of them that outputs are read from are of q's type. q, k and v may be views whose last
-    two axes are contiguous. No segment may write a row that another one starts from.
+    copies of them that outputs are read from are of q's type. All inputs are contiguous: copies of
+    q, k and v would take a tenth of the time. No segment may write a row that another one starts
+    from.
     """
-    q, k = (q.contiguous(), k.contiguous()) if l2norm_eps is None else normalized(q, k, l2norm_eps)
-    inputs = (q, k, v.contiguous(), beta.contiguous())
+    inputs = (q, k, v, beta, log_decay)
+    assert all(x.is_contiguous() for x in inputs), "inputs of the kernels are contiguous"
     if recurrence is Recurrence.KIMI_DELTA:
-        return _kimi_delta(*inputs, log_decay.contiguous(), checkpoint, indices, scale)
-    return _gated_delta(*inputs, log_decay[:, :, 0].contiguous(), checkpoint, indices, scale)
-
-
-def normalized(
-    q: Tensor,  # [T, H, K]
-    k: Tensor,  # [T, H, K]
-    eps: float,
-) -> tuple[Tensor, Tensor]:  # [T, H, K] each, contiguous
-    """Return x * rsqrt(sum(x^2) + eps) of both; one launch, float32 sums.
-
-    The last two axes are contiguous, as in a view of q, k and v side by side.
-    """
-    from gapless.ops.chaining import chained
-    from gapless.ops.linear_chunk.kernels import _normalize_kernel
-
-    num_tokens, num_heads, key_dim = q.shape
-    assert q.stride()[1:] == k.stride()[1:] == (key_dim, 1), "heads and channels are contiguous"
-    q_out, k_out = (
-        torch.empty((num_tokens, num_heads, key_dim), dtype=x.dtype, device=x.device)
-        for x in (q, k)
-    )
-    _normalize_kernel[-(-num_tokens // _NORM_TOKENS), num_heads](
-        q, k, q_out, k_out, eps, num_tokens, q.stride(0), k.stride(0),
-        H=num_heads, K=key_dim, BT=_NORM_TOKENS, BK=1 << (key_dim - 1).bit_length(),
-        **chained(q),
-    )  # fmt: skip
-    return q_out, k_out
+        return _kimi_delta(*inputs, checkpoint, indices, scale)
+    return _gated_delta(*inputs, checkpoint, indices, scale)
 
 
 def _gated_delta(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, checkpoint: Tensor,
     indices: ScanIndices, scale: float,
 ) -> Tensor:  # fmt: skip
-    """g: [T, HV]."""
+    """g: [T, HV, 1]."""
     from fla.ops.common.chunk_o import chunk_fwd_o
     from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
     from fla.ops.utils import chunk_local_cumsum
@@ -118,7 +91,7 @@ def _gated_delta(
 
     chunked = {"cu_seqlens": indices.bounds, "chunk_indices": indices.chunks, "chunk_size": CHUNK}
     # the kernels' exponentials are powers of two
-    g = chunk_local_cumsum(g[None], scale=RCP_LN2, **chunked)
+    g = chunk_local_cumsum(g[None, :, :, 0], scale=RCP_LN2, **chunked)
     w, u, _ = chunk_gated_delta_rule_fwd_intra(
         k=k[None], v=v[None], g=g, beta=beta[None], **chunked
     )

@@ -56,8 +56,8 @@ class RoundIndices:
 class _Chunks:
     """Inputs by chunk, in acc dtype; q and k repeated to the value heads."""
 
-    q: Tensor  # [C, HV, chunk, K] normalised and scaled
-    k: Tensor  # [C, HV, chunk, K] normalised
+    q: Tensor  # [C, HV, chunk, K] scaled
+    k: Tensor  # [C, HV, chunk, K]
     v: Tensor  # [C, HV, chunk, V]
     beta: Tensor | None  # [C, HV, chunk, 1]
     g: Tensor  # [C, HV, chunk, Kd] log decay summed from the chunk's start
@@ -75,8 +75,8 @@ class _Terms:
 
 
 def chunk_prefill(
-    q: Tensor,  # [T, H, K]
-    k: Tensor,  # [T, H, K]
+    q: Tensor,  # [T, H, K], normalised where the layer does that
+    k: Tensor,  # [T, H, K], likewise
     v: Tensor,  # [T, HV, V]
     beta: Tensor | None,  # [T, HV], after the sigmoid; None for Mamba-2
     log_decay: Tensor,  # [T, HV, Kd], at most 0; Kd is 1 or K
@@ -84,16 +84,14 @@ def chunk_prefill(
     indices: RoundIndices,
     *,
     recurrence: Recurrence,
-    l2norm_eps: float | None,
     scale: float,
 ) -> Tensor:  # [T, HV, V] in q's dtype
     """Return the outputs of all packed tokens; write states at the cuts and each final state.
 
-    With `l2norm_eps`, q and k are x * rsqrt(sum(x^2) + eps); q is then multiplied by `scale`.
-    Modified in place: `cut_rows` and `final_rows` of the checkpoint, once all `init_rows` are read.
-    Accumulates in q's dtype promoted to at least float32.
+    q is multiplied by `scale`. Modified in place: `cut_rows` and `final_rows` of the checkpoint,
+    once all `init_rows` are read. Accumulates in q's dtype promoted to at least float32.
     """
-    chunks = _chunked(q, k, v, beta, log_decay, indices.gather, l2norm_eps, scale)
+    chunks = _chunked(q, k, v, beta, log_decay, indices.gather, scale)
     terms = _terms(chunks, is_per_channel=recurrence is Recurrence.KIMI_DELTA)
     states = checkpoint.index_select(0, indices.init_rows).to(chunks.q.dtype)
     d, out = _run_rounds(terms, states, checkpoint, indices)
@@ -110,14 +108,11 @@ def _chunked(
     beta: Tensor | None,
     log_decay: Tensor,
     gather: Tensor,
-    l2norm_eps: float | None,
     scale: float,
 ) -> _Chunks:
     acc = torch.promote_types(q.dtype, torch.float32)
     group = v.shape[1] // q.shape[1]
     vectors = _laid_out(torch.stack([k, q], 1).to(acc), gather)  # [C, chunk, 2, H, K]
-    if l2norm_eps is not None:
-        vectors = vectors * (vectors * vectors).sum(-1, keepdim=True).add_(l2norm_eps).rsqrt_()
     vectors = vectors.repeat_interleave(group, 3).permute(2, 0, 3, 1, 4)
     return _Chunks(
         q=vectors[1] * scale,
