@@ -61,10 +61,8 @@ CLASSES = (
     (
         "linear state",
         (
-            "_token_weights",
-            "_token_stream",
-            "_channel_token",
-            "_channel_window",
+            "_token_kernel",
+            "_channel",
             "_window_scores",
             "_window_stream",
             "_fold",

@@ -30,7 +30,8 @@ from benchmarks.gpu.harness import capture, main, relative, replay_us, result
 from gapless.core.specs.linear import Recurrence
 from gapless.ops.linear_replay import ReplayIndices, ReplayMemory, reference
 from gapless.ops.linear_replay import triton as kernels
-from gapless.ops.linear_replay.token_kernels import _token_stream_kernel
+from gapless.ops.linear_replay.token_kernel import _token_kernel
+from gapless.ops.linear_replay.token_stream_kernel import _token_stream_kernel
 from gapless.ops.linear_replay.tuning import Launch, launch_of
 from gapless.ops.linear_replay.window_stream_kernel import _window_stream_kernel
 from gapless.ops.step_metadata import Geometry, SlotColumns, StepConstants, window_indices
@@ -121,7 +122,7 @@ class Case:
     def launch(self, rows: int) -> Launch:
         """Return the pinned settings."""
         num_replayed = self.replay_len - 1 + self.width
-        return launch_of(self.width, num_replayed, rows=rows, is_per_channel=self.recurrence is KDA)
+        return launch_of(self.width, num_replayed, rows=rows, recurrence=self.recurrence)
 
     def __str__(self) -> str:
         state = str(self.state_dtype).removeprefix("torch.")
@@ -615,7 +616,7 @@ def dump(device: torch.device) -> list[dict[str, Any]]:
     found = []
     streams = [
         compiled
-        for kernel in (_token_stream_kernel, _window_stream_kernel)
+        for kernel in (_token_kernel, _token_stream_kernel, _window_stream_kernel)
         for compiled in kernel.device_caches[device.index or 0][0].values()
     ]
     for compiled in streams:

@@ -3,7 +3,8 @@
 A step is hundreds of short kernels, each of which would be launched once the last program of the
 one before it has ended. A *chained* kernel is on the device by then: it waits there until all that
 came before is complete and visible, and only then lets the next kernel come. So at most two kernels
-are under way, and before its wait a kernel may read nothing but what never changes.
+are under way, and before its wait a kernel may read nothing that the one before it writes: the
+replay kernels read states, rings and a step's indices, all older than the layer's projections.
 
 Having weights brought to the L2 cache before the wait was tried, and made steps slower.
 

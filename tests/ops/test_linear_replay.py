@@ -132,6 +132,7 @@ class Run:
             torch.from_numpy(np.vstack([fold_mask, np.zeros_like(fold_mask[:1])])),
             torch.from_numpy(np.append(read_rows, self.null_row)),
             torch.from_numpy(np.append(fold_rows, self.null_row)),
+            torch.arange(len(BATCH) + 1),
         )
 
     def parents(self) -> np.ndarray:  # [B, W], -1 at the root

@@ -35,7 +35,8 @@ memory = ReplayMemory(
 for width, replay_len, is_tree in ((1, 1, False), (1, 16, False), (4, 16, False), (4, 16, True)):
     read = zeros(rows, replay_len - 1 + width, dtype=i64)
     of_rows = zeros(rows, dtype=i64)
-    indices = ReplayIndices(read, zeros(rows, width, dtype=i64), read > 0, of_rows, of_rows)
+    written = zeros(rows, width, dtype=i64)
+    indices = ReplayIndices(read, written, read > 0, of_rows, of_rows, of_rows)
     keys = zeros(rows, width, key_heads, 128, dtype=bf16).as_subclass(OnGpu)
     replay.replay_window(
         keys, keys, zeros(rows, width, heads, dim, dtype=bf16).as_subclass(OnGpu),
@@ -63,11 +64,14 @@ print(json.dumps(found))
 @pytest.mark.parametrize("recurrence", ["GATED_DELTA", "KIMI_DELTA", "MAMBA2"])
 def test_kernels_compile_and_none_spills(recurrence: str) -> None:
     found = found_by(PROGRAM, recurrence)
-    is_per_channel = recurrence == "KIMI_DELTA"
-    weights = "_channel_token_kernel" if is_per_channel else "_token_weights_kernel"
-    scores = "_channel_window_kernel" if is_per_channel else "_window_scores_kernel"
-    token = [weights, "_token_stream_kernel"]
-    window = [scores, "_window_stream_kernel"]
-    fold = ["_fold_weights_kernel", "_fold_stream_kernel"]
-    assert [name for name, _ in found] == 2 * token + 2 * window + fold
+    packed = ["_token_kernel"]
+    token = ["_token_weights_kernel", "_token_stream_kernel"]
+    window = ["_window_scores_kernel", "_window_stream_kernel"]
+    fold = ["_fold_stream_kernel"]
+    if recurrence == "KIMI_DELTA":
+        packed = token = ["_channel_token_kernel", "_token_stream_kernel"]
+        window[0], fold = "_channel_window_kernel", ["_fold_weights_kernel", *fold]
+    elif recurrence == "MAMBA2":
+        token = packed
+    assert [name for name, _ in found] == packed + token + 2 * window + fold
     assert all(stack == 0 for _, stack in found), found

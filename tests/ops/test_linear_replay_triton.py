@@ -174,6 +174,7 @@ def indices_of(
         replayed < fold_len[:, None],
         np.where(checkpoint_len > 0, slots, ZERO_ROW),
         np.where(fold_len > checkpoint_len, slots, NULL_ROW),
+        np.argsort(fold_len == checkpoint_len, kind="stable"),
     )
     return ReplayIndices(*(torch.from_numpy(x).to(DEVICE) for x in fields))
 
@@ -367,6 +368,16 @@ def test_variants_agree_with_definition(
     check_step(shape, lengths_of(shape)[1:4])
 
 
+# one token in one launch, and in two; programs of one value head, and of several
+@pytest.mark.parametrize(
+    ("width", "launch"),
+    [(1, Launch(32, weights_warps=0)), *((w, Launch(32, heads=n)) for w in (1, 4) for n in (1, 2))],
+)
+def test_every_way_agrees_with_definition(width: int, launch: Launch) -> None:
+    shape = Shape(GDN, width, key_heads=1, value_heads=2, key_dim=64, launch=launch)
+    check_step(shape, lengths_of(shape))
+
+
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("recurrence", list(Recurrence))
 def test_folds_at_every_offset(recurrence: Recurrence, width: int) -> None:
@@ -513,7 +524,8 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     alone = ReplayMemory(*(x.clone() for x in tensors(memory)))
     together = call(shape, inputs, memory, indices)
     for row in range(3):
-        one = ReplayIndices(*(x[row : row + 1] for x in vars(indices).values()))
+        own = {name: x[row : row + 1] for name, x in vars(indices).items()}
+        one = ReplayIndices(**own | {"order": torch.zeros(1, dtype=torch.int64, device=DEVICE)})
         mine = inputs.rows(slice(row, row + 1))
         assert torch.equal(call(shape, mine, alone, one)[0], together[row])
     for together_x, alone_x in zip(tensors(memory), tensors(alone), strict=True):

@@ -149,3 +149,18 @@ def test_moves_put_the_path_at_consecutive_positions(
         compact([pool], read, write)
         assert pool[0, home].tolist() == kept + list(range(len(kept), width)), name
         assert torch.equal(read[1], write[1]), name
+
+
+@given(st.tuples(*[st.tuples(st.integers(0, 3), st.integers(0, 9))] * NUM_SLOTS))
+def test_rows_that_fold_come_first_in_order(rows: tuple[tuple[int, int], ...]) -> None:
+    geometry = make_geometry(1)
+    starts = [geometry.replay_len * start for start, _ in rows]
+    lens = [start + ahead for start, (_, ahead) in zip(starts, rows, strict=True)]
+    columns = make_columns(geometry, lens)
+    columns.checkpoint_len[:NUM_SLOTS] = torch.tensor(starts)
+    found = window_indices(
+        torch.tensor([2, geometry.null_slot, 0, 1]), columns, geometry,
+        StepConstants(geometry, torch.device("cpu")), window=1,
+    ).replay  # fmt: skip
+    folds = found.fold_mask.any(1).tolist()
+    assert found.order.tolist() == sorted(range(len(folds)), key=lambda row: not folds[row])

@@ -1,9 +1,9 @@
 """Weights with a decay per channel, of one token and of windows: the first of two launches.
 
-What records hold, and what for: `token_kernels.py` and `window_scores_kernel.py`. Here every ring
-entry meets decays of its own in each channel. So a program walks the ring from the newest entry on,
-one vector of channels at a time, spread over a warp: what lies between is a running sum of each
-thread, and what an entry counts for in each column is a sum over the warp.
+What records hold, and what for: `token_stream_kernel.py` and `window_scores_kernel.py`. Here every
+ring entry meets decays of its own in each channel. So a program walks the ring from the newest
+entry on, one vector of channels at a time, spread over a warp: what lies between is a running sum
+of each thread, and what an entry counts for in each column is a sum over the warp.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -110,7 +110,6 @@ def _channel_token_kernel(
     CHAINED: tl.constexpr,
 ):
     """Weights of a row and value head, and the token's key and decays put into the rings."""
-    await_inputs_only(CHAINED)
     i_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_key_head = i_head // (HV // H)
     o_n, o_k = tl.arange(0, NP), tl.arange(0, K)
@@ -118,6 +117,7 @@ def _channel_token_kernel(
     record = records + (i_row * HV + i_head) * SIZE
     p_keys, p_g = k_ring + i_key_head * K + o_k, g_ring + i_head * K + o_k
     if tl.program_id(2) == 1:
+        await_inputs_only(CHAINED)
         # beside the others, which the stream kernel waits for as well
         if tl.load(fold_mask + i_row * N) != 0:
             _fold_channels(
@@ -126,13 +126,15 @@ def _channel_token_kernel(
             )  # fmt: skip
         return
     entry = tl.load(entries + o_n, mask=o_n < N, other=zero_entry)
+    written = tl.load(ring_write + i_row)
+    count = tl.sum((entry != zero_entry).to(tl.int32))
+    ring_keys, ring_g = _group(p_keys, p_g, entries, 0, count, GROUP, H, HV)
+    # what came before may write what follows, but nothing that the ring holds
+    await_inputs_only(CHAINED)
     key = tl.load(k + i_row * k_stride + i_key_head * K + o_k)
     query = tl.load(q + i_row * q_stride + i_key_head * K + o_k).to(tl.float32)
     g = tl.load(log_decay + i_row * g_stride + i_head * K + o_k)
     b_beta = tl.load(beta + i_row * beta_stride + i_head).to(tl.float32)
-    written = tl.load(ring_write + i_row)
-    count = tl.sum((entry != zero_entry).to(tl.int32))
-    ring_keys, ring_g = _group(p_keys, p_g, entries, 0, count, GROUP, H, HV)
     # all is read before the first is needed; the next kernel's reads of the state would be in
     # the way, and wait for this one
     let_next_start(CHAINED)
@@ -204,7 +206,6 @@ def _channel_window_kernel(
 
     Three programs: what the columns read of the past, the fold, and what they read of each other.
     """
-    await_inputs_only(CHAINED)
     i_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_key_head = i_head // (HV // H)
     XP: tl.constexpr = 2 * HALF
@@ -219,6 +220,7 @@ def _channel_window_kernel(
     record = records + (i_row * HV + i_head) * SIZE
     p_keys, p_g = k_ring + i_key_head * K + o_k, g_ring + i_head * K + o_k
     if tl.program_id(2) == 1:
+        await_inputs_only(CHAINED)
         # beside the others, which the stream kernel waits for as well
         if tl.load(fold_mask + i_row * N) != 0:
             _fold_channels(
@@ -227,6 +229,14 @@ def _channel_window_kernel(
             )  # fmt: skip
         return
 
+    entry = tl.load(entries + o_n, mask=o_n < N, other=zero_entry)
+    count = tl.sum((entry != zero_entry).to(tl.int32))
+    if tl.program_id(2) == 0:
+        ring_keys, ring_g = _group(p_keys, p_g, entries, 0, count, GROUP, H, HV)
+    else:
+        ring_keys, ring_g = _group(p_keys, p_g, entries, 0, 0, GROUP, H, HV)
+    # what came before may write what follows, but nothing that the ring holds
+    await_inputs_only(CHAINED)
     p_key = k + i_row * k_stride + i_key_head * K + o_k
     p_query = q + i_row * q_stride + i_key_head * K + o_k
     p_decay = log_decay + i_row * g_stride + i_head * K + o_k
@@ -238,9 +248,6 @@ def _channel_window_kernel(
     if HAS_TREE:
         bits = tl.load(ancestors + i_row * W + node, mask=node < W, other=0)
     if tl.program_id(2) == 0:
-        entry = tl.load(entries + o_n, mask=o_n < N, other=zero_entry)
-        count = tl.sum((entry != zero_entry).to(tl.int32))
-        ring_keys, ring_g = _group(p_keys, p_g, entries, 0, count, GROUP, H, HV)
         # the next kernel's reads of the state would be in the way, and wait for this one
         let_next_start(CHAINED)
         column = tl.where(m_query, scale, 1.0)

@@ -1,9 +1,9 @@
 """Folds: what a row adds to its state, in a step or for a copy; formulas in `reference.py`.
 
-What the state and the folded entries count for depends on keys and decays alone. A weights kernel
-leaves it in the record of a row and value head, the kernel that has the state at hand reads it
-there: with one decay per head NP factors of the entries' keys and the state's factor, with one per
-channel the state's factors [K] and the decayed keys [N, K].
+What the state and the folded entries count for depends on keys and decays alone. With one decay per
+head it is NP factors of the entries' keys and the state's factor; windows of several tokens find it
+in their record, others work it out where the state is at hand. With one per channel it is the
+state's factors [K] and the decayed keys [N, K], always of a record.
 """
 
 # ruff: noqa: RUF005
@@ -18,8 +18,7 @@ from gapless.ops.linear_replay.arithmetic import _decay, _dot, _exact_decay, _su
 
 
 @triton.jit
-def _fold_weights(
-    fold,  # pointer to the fold's part of a record
+def _fold_factors(
     k_ring,
     g_ring,
     entries,
@@ -35,7 +34,8 @@ def _fold_weights(
     KB: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """Store what the state and the masked entries count for in the folded state, with one decay."""
+    """Return what the masked entries [NP] and the state count for in the folded state, with one
+    decay."""
     o_n, o_k = tl.arange(0, NP), tl.arange(0, KB)
     m_n = tl.load(mask + o_n, mask=o_n < N, other=0) != 0
     m_newer = tl.load(mask + o_n + 1, mask=o_n + 1 < N, other=0) != 0
@@ -43,18 +43,17 @@ def _fold_weights(
     newer = tl.load(entries + o_n + 1, mask=m_newer, other=0)
     is_any = tl.load(mask) != 0
     oldest = tl.load(entries, mask=is_any, other=0)
-    p_keys = k_ring + ((entry * H + i_key_head) * K)[:, None] + o_k[None, :]
-    factor = tl.full([NP], 1.0, tl.float32)
+    g_newer = tl.load(g_ring + newer * HV + i_head, mask=m_newer, other=0)
+    g_oldest = tl.load(g_ring + oldest * HV + i_head, mask=is_any, other=0)
+    factor = tl.where(m_n, _decay(_sums(g_newer)), 0.0)
     if HAS_NORM:
+        p_keys = k_ring + ((entry * H + i_key_head) * K)[:, None] + o_k[None, :]
         squares = tl.zeros([NP, KB], tl.float32)
         for c in tl.static_range(K // KB):
             keys = tl.load(p_keys + c * KB, mask=m_n[:, None], other=0).to(tl.float32)
             squares += keys * keys
-        factor = tl.rsqrt(tl.where(m_n, tl.sum(squares, 1) + eps, 1.0))
-    g_newer = tl.load(g_ring + newer * HV + i_head, mask=m_newer, other=0)
-    g_oldest = tl.load(g_ring + oldest * HV + i_head, mask=is_any, other=0)
-    tl.store(fold + o_n, factor * _decay(_sums(g_newer)), mask=m_n)
-    tl.store(fold + NP, _exact_decay(tl.sum(g_newer, 0) + g_oldest))
+        factor *= tl.rsqrt(tl.where(m_n, tl.sum(squares, 1) + eps, 1.0))
+    return factor, _exact_decay(tl.sum(g_newer, 0) + g_oldest)
 
 
 @triton.jit
@@ -131,50 +130,46 @@ def _fold_weights_kernel(
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
-    KB: tl.constexpr,
     SIZE: tl.constexpr,
-    IS_PER_CHANNEL: tl.constexpr,
     HAS_NORM: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Records that hold a fold alone."""
+    """Records that hold a fold alone, with a decay per channel."""
     await_inputs(CHAINED)
     i_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_key_head, o_k = i_head // (HV // H), tl.arange(0, K)
-    fold = records + (i_row * HV + i_head) * SIZE
-    entries, p_mask = ring_read + i_row * N, mask + i_row * N
-    if IS_PER_CHANNEL:
-        _fold_channels(
-            fold, k_ring + i_key_head * K + o_k, g_ring + i_head * K + o_k, entries, p_mask, eps,
-            N, NP, H, HV, 4, HAS_NORM,
-        )  # fmt: skip
-    else:
-        _fold_weights(
-            fold, k_ring, g_ring, entries, p_mask, i_head, i_key_head, eps,
-            N, NP, H, HV, K, KB, HAS_NORM,
-        )  # fmt: skip
+    o_k = tl.arange(0, K)
+    _fold_channels(
+        records + (i_row * HV + i_head) * SIZE,
+        k_ring + i_head // (HV // H) * K + o_k, g_ring + i_head * K + o_k,
+        ring_read + i_row * N, mask + i_row * N, eps, N, NP, H, HV, 4, HAS_NORM,
+    )  # fmt: skip
 
 
-@triton.jit
+# apart, so that what it needs takes no registers of programs that do not fold
+@triton.jit(noinline=True)
 def _store_fold(
     p_state,  # pointer to the head's state
     p_out,  # pointer to where it goes
-    fold,
+    fold,  # pointer to the fold's part of a record, if there is one
     d_ring,
     k_ring,
+    g_ring,
     entries,
     mask,
     i_head,
-    i_key_head,
-    o_v,
+    i_part,  # which BV value channels
+    eps,
     N: tl.constexpr,
     NP: tl.constexpr,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    BV: tl.constexpr,
     KB: tl.constexpr,
+    HAS_RECORD: tl.constexpr,
     IS_PER_CHANNEL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
 ):
     """Store S exp(G) + sum d_j (k_j exp(G - G_j))^T.
 
@@ -183,27 +178,34 @@ def _store_fold(
     which meets one fp32 factor and one fp32 sum per fold.
     """
     o_n, o_k = tl.arange(0, NP), tl.arange(0, KB)
-    BV: tl.constexpr = o_v.shape[0]
+    o_v = i_part * BV + tl.arange(0, BV)
     m_n = tl.load(mask + o_n, mask=o_n < N, other=0) != 0
     entry = tl.load(entries + o_n, mask=m_n, other=0)
     p_d = d_ring + ((entry * HV + i_head) * V)[None, :] + o_v[:, None]
     d = tl.load(p_d, mask=m_n[None, :], other=0)
+    i_key_head = i_head // (HV // H)
+    if HAS_RECORD and not IS_PER_CHANNEL:
+        factor, decay = tl.load(fold + o_n, mask=m_n, other=0), tl.load(fold + NP)
+    elif not HAS_RECORD:
+        factor, decay = _fold_factors(
+            k_ring, g_ring, entries, mask, i_head, i_key_head, eps, N, NP, H, HV, K, KB, HAS_NORM
+        )
     if not IS_PER_CHANNEL:
-        factor = tl.load(fold + o_n, mask=m_n, other=0)
-        decay = tl.load(fold + NP)
+        # keys stay what they are, and where they have 16 bits they are their own heads
+        d *= factor[None, :]
+    SPLIT_KEYS: tl.constexpr = IS_PER_CHANNEL or k_ring.dtype.element_ty == tl.float32
     for c in tl.static_range(K // KB):
         o_c = c * KB + o_k
         if IS_PER_CHANNEL:
             decay = tl.load(fold + o_c)[None, :]
             p_keys = fold + K + (o_n * K)[:, None] + o_c[None, :]
-            keys = tl.load(p_keys, mask=m_n[:, None], other=0)
         else:
             p_keys = k_ring + ((entry * H + i_key_head) * K)[:, None] + o_c[None, :]
-            keys = tl.load(p_keys, mask=m_n[:, None], other=0).to(tl.float32) * factor[:, None]
+        keys = tl.load(p_keys, mask=m_n[:, None], other=0).to(tl.float32)
         o_state = o_v[:, None] * K + o_c[None, :]
         state = tl.load(p_state + o_state).to(tl.float32) * decay
         zeros = tl.zeros([BV, KB], tl.float32)
-        state += _dot(d, keys, zeros, SPLIT_A=True, SPLIT_B=True)
+        state += _dot(d, keys, zeros, SPLIT_A=True, SPLIT_B=SPLIT_KEYS)
         tl.store(p_out + o_state, state.to(p_out.dtype.element_ty))
 
 
@@ -232,7 +234,9 @@ def _store_few(
     keys,  # `_few_keys`, not needed with a decay per channel
     ring_d,  # [NP, BV], 0 where there is no entry
     p_out,  # pointer to the head's state
-    fold,
+    fold,  # pointer to the fold's part of a record, with a decay per channel
+    factor,  # `_fold_factors`, with one decay
+    decay,
     mask,
     o_v,
     N: tl.constexpr,
@@ -246,15 +250,16 @@ def _store_few(
     With few entries most steps fold: what that takes is asked for together with the state.
     """
     o_n, o_k = tl.arange(0, NP), tl.arange(0, KB)
+    if not IS_PER_CHANNEL:
+        ring_d *= factor[:, None]
     d = ()
     for j in tl.static_range(N):
         m_j = (tl.load(mask + j) != 0) & (o_n == j)
         own = tl.sum(tl.where(m_j[:, None], ring_d, 0.0), 0)
-        if not IS_PER_CHANNEL:
-            own *= tl.load(fold + j, mask=tl.load(mask + j) != 0, other=0)
         d = d + (own,)
     for c in tl.static_range(K // KB):
-        decay = tl.load(fold + c * KB + o_k)[None, :] if IS_PER_CHANNEL else tl.load(fold + NP)
+        if IS_PER_CHANNEL:
+            decay = tl.load(fold + c * KB + o_k)[None, :]
         added = tl.zeros([o_v.shape[0], KB], tl.float32)
         for j in tl.static_range(N):
             if IS_PER_CHANNEL:
@@ -274,10 +279,12 @@ def _fold_stream_kernel(
     checkpoint,
     d_ring,
     k_ring,
+    g_ring,
     ring_read,
     mask,
     read_rows,
     out_rows,
+    eps,
     N: tl.constexpr,
     NP: tl.constexpr,
     H: tl.constexpr,
@@ -288,17 +295,17 @@ def _fold_stream_kernel(
     KB: tl.constexpr,
     SIZE: tl.constexpr,
     IS_PER_CHANNEL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Fold the masked prefix of the ring into another row, or the same."""
     i_head, i_row = tl.program_id(0) // (V // BV), tl.program_id(1).to(tl.int64)
-    o_v = tl.program_id(0) % (V // BV) * BV + tl.arange(0, BV)
     read_row, out_row = tl.load(read_rows + i_row), tl.load(out_rows + i_row)
     await_inputs(CHAINED)
     p_state = checkpoint + (read_row * HV + i_head) * (V * K)
     p_out = checkpoint + (out_row * HV + i_head) * (V * K)
     _store_fold(
-        p_state, p_out, records + (i_row * HV + i_head) * SIZE, d_ring, k_ring,
-        ring_read + i_row * N, mask + i_row * N, i_head, i_head // (HV // H), o_v,
-        N, NP, H, HV, K, V, KB, IS_PER_CHANNEL,
+        p_state, p_out, records + (i_row * HV + i_head) * SIZE, d_ring, k_ring, g_ring,
+        ring_read + i_row * N, mask + i_row * N, i_head, tl.program_id(0) % (V // BV), eps,
+        N, NP, H, HV, K, V, BV, KB, IS_PER_CHANNEL, IS_PER_CHANNEL, HAS_NORM,
     )  # fmt: skip

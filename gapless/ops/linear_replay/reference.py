@@ -68,6 +68,8 @@ class ReplayIndices:
     """[B] int64: checkpoint row; the zero row where checkpoint_len is 0."""
     fold_rows: Tensor
     """[B] int64: row to fold into; the null row where nothing is to fold."""
+    order: Tensor
+    """[B] int64: the rows, those that fold first, which take longest."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Triton path of the replay window: chains and trees of 1 to 16 tokens, fp32 state or bf16.
 
 Same functions and meaning as `reference.py`. The ring entry of zeros is the rings' last one, so
-that it is recognised and not read. One token takes the two launches of `token_kernels.py`, windows
-of several those of `window_scores_kernel.py` and `window_stream_kernel.py`.
+that it is recognised and not read. One token takes the launch of `token_kernel.py`; with many rows,
+or a decay per channel, a weights kernel and the launch of `token_stream_kernel.py`. Windows of
+several take a weights kernel and the launch of `window_stream_kernel.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from gapless.ops.linear_replay.channel_weights_kernels import (
     _channel_window_kernel,
 )
 from gapless.ops.linear_replay.fold_kernels import _fold_stream_kernel, _fold_weights_kernel
-from gapless.ops.linear_replay.token_kernels import _token_stream_kernel, _token_weights_kernel
+from gapless.ops.linear_replay.token_kernel import _token_kernel
+from gapless.ops.linear_replay.token_stream_kernel import _token_stream_kernel
+from gapless.ops.linear_replay.token_weights_kernel import _token_weights_kernel
 from gapless.ops.linear_replay.tuning import MATERIALIZE, Launch, launch_of
 from gapless.ops.linear_replay.window_scores_kernel import _window_scores_kernel
 from gapless.ops.linear_replay.window_stream_kernel import _window_stream_kernel
@@ -34,8 +37,8 @@ MAX_WIDTH = 16
 MAX_REPLAYED = 128
 # a fold of more takes matrix units
 FEW_ENTRIES = 4
-# value heads of a program that weighs one token
-MOST_HEADS = 4
+# of a thread that works out a window's scores: unasked, the compiler stops at 128 and spills
+SCORES_REGISTERS = 168
 _DIMS = (64, 128, 256)
 _ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
 _STATES = (torch.float32, torch.bfloat16)
@@ -97,16 +100,23 @@ def replay_window(
     reason = unsupported_window(width, num_replayed, memory, recurrence, l2norm_eps)
     assert reason is None, reason
     _assert_contiguous(memory)
-    launch = launch or launch_of(
-        width, num_replayed, rows=len(q), is_per_channel=recurrence is Recurrence.KIMI_DELTA
-    )
+    launch = launch or launch_of(width, num_replayed, rows=len(q), recurrence=recurrence)
     q, k, v, log_decay = (_inner_contiguous(x, 2) for x in (q, k, v, log_decay))
     inputs = (q, k, v, beta if beta is None else _inner_contiguous(beta, 1), log_decay)
     if width == 1:
-        return _run_token(inputs, memory, indices, launch, l2norm_eps=l2norm_eps, scale=scale)
+        is_shared = _has_records(recurrence, num_replayed, launch)
+        run = _run_shared_token if is_shared else _run_token
+        return run(inputs, memory, indices, launch, l2norm_eps=l2norm_eps, scale=scale)
     return _run_window(
         inputs, memory, indices, launch, l2norm_eps=l2norm_eps, scale=scale, ancestors=ancestors
     )
+
+
+def _has_records(recurrence: Recurrence, num_replayed: int, launch: Launch) -> bool:
+    """Whether one token's weights are worked out once for all programs of a head."""
+    if recurrence is Recurrence.GATED_DELTA:
+        return launch.weights_warps > 0 and num_replayed > FEW_ENTRIES
+    return recurrence is Recurrence.KIMI_DELTA
 
 
 def _run_token(
@@ -120,40 +130,64 @@ def _run_token(
 ) -> Tensor:
     q, k, v, beta, log_decay = inputs
     rows, _, value_heads, value_dim = v.shape
+    record = _Record(1, indices.ring_read.shape[1], q.shape[3], is_per_channel=False)
+    out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+    block_v = min(launch.block_v, value_dim)
+    tensors = (q, k, v, q if beta is None else beta, log_decay)
+    settings = record.settings(memory)
+    del settings["SIZE"], settings["IS_PER_CHANNEL"]
+    _token_kernel[value_heads * (value_dim // block_v), rows](
+        *tensors, out, memory.checkpoint, memory.d_ring, memory.k_ring, memory.g_ring,
+        indices.order, *_places(indices), indices.read_rows, indices.fold_rows,
+        *(x.stride(0) for x in tensors),
+        memory.d_ring.shape[0] - 1, scale, 0.0 if l2norm_eps is None else l2norm_eps,
+        **settings | _tile(memory, block_v),
+        HAS_DELTA=beta is not None, HAS_NORM=l2norm_eps is not None,
+        num_warps=launch.num_warps, maxnreg=launch.max_registers, **chained(q),
+    )  # fmt: skip
+    return out
+
+
+def _run_shared_token(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],
+    memory: ReplayMemory,
+    indices: ReplayIndices,
+    launch: Launch,
+    *,
+    l2norm_eps: float | None,
+    scale: float,
+) -> Tensor:
+    q, k, v, beta, log_decay = inputs
+    assert beta is not None, "a delta rule"
+    rows, _, value_heads, value_dim = v.shape
     key_heads, key_dim = q.shape[2:]
     is_per_channel = log_decay.shape[3] > 1
-    record = _Record(
-        1, indices.ring_read.shape[1], key_dim,
-        is_per_channel=is_per_channel, has_delta=beta is not None,
-    )  # fmt: skip
+    record = _Record(1, indices.ring_read.shape[1], key_dim, is_per_channel=is_per_channel)
     records = torch.empty((rows, value_heads, record.size), dtype=torch.float32, device=q.device)
-    settings = record.settings(memory) | {"HAS_DELTA": beta is not None}
+    settings = record.settings(memory) | {"HAS_NORM": l2norm_eps is not None}
+    weights = {name: x for name, x in settings.items() if name != "IS_PER_CHANNEL"}
     places, zero_entry = _places(indices), memory.d_ring.shape[0] - 1
-    gates = (q if beta is None else beta, log_decay)
-    arguments = (
-        q, k, *gates, records, memory.k_ring, memory.g_ring, *places,
-        *(x.stride(0) for x in (q, k, *gates)),
-        zero_entry, scale, 0.0 if l2norm_eps is None else l2norm_eps,
-    )  # fmt: skip
-    weights = settings | {"HAS_NORM": l2norm_eps is not None}
+    eps = 0.0 if l2norm_eps is None else l2norm_eps
+    tensors = (q, k, beta, log_decay)
+    rings = (records, memory.k_ring, memory.g_ring)
+    scalars = (*(x.stride(0) for x in tensors), zero_entry, scale, eps)
     if is_per_channel:
-        del weights["HAS_DELTA"], weights["IS_PER_CHANNEL"]
         _channel_token_kernel[value_heads, rows, 2](
-            *arguments, **weights, GROUP=min(record.entries, launch.group),
+            *tensors, *rings, *places, *scalars, **weights,
+            GROUP=min(record.entries, launch.group),
             num_warps=launch.weights_warps, **chained(q),
         )  # fmt: skip
     else:
-        del weights["IS_PER_CHANNEL"]
-        heads = math.gcd(value_heads // key_heads, MOST_HEADS)
-        _token_weights_kernel[value_heads // heads, rows, 2](
-            *arguments, **weights, KB=min(32, key_dim), HEADS=heads,
-            num_warps=launch.weights_warps, **chained(q),
+        heads = math.gcd(value_heads // key_heads, launch.heads)
+        _token_weights_kernel[value_heads // heads, rows](
+            *tensors, *rings, *places[:2], *scalars, **weights,
+            KB=min(32, key_dim), HEADS=heads, num_warps=launch.weights_warps, **chained(q),
         )  # fmt: skip
     out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     block_v = min(launch.block_v, value_dim)
     _token_stream_kernel[value_heads * (value_dim // block_v), rows](
-        records, v, out, memory.checkpoint, memory.d_ring, memory.k_ring, *places,
-        indices.read_rows, indices.fold_rows, v.stride(0), zero_entry,
+        records, v, out, memory.checkpoint, memory.d_ring, memory.k_ring, memory.g_ring,
+        indices.order, *places, indices.read_rows, indices.fold_rows, v.stride(0), zero_entry, eps,
         **settings | _tile(memory, block_v),
         num_warps=launch.num_warps, maxnreg=launch.max_registers, **chained(q),
     )  # fmt: skip
@@ -172,35 +206,34 @@ def _run_window(
 ) -> Tensor:
     q, k, v, beta, log_decay = inputs
     rows, width, value_heads, value_dim = v.shape
-    key_dim = q.shape[3]
+    key_heads, key_dim = q.shape[2:]
     is_per_channel = log_decay.shape[3] > 1
     record = _Record(width, indices.ring_read.shape[1], key_dim, is_per_channel=is_per_channel)
     records = torch.empty((rows, value_heads, record.size), dtype=torch.float32, device=q.device)
     settings = record.settings(memory) | {"RING": record.ring, "W": width, "HALF": record.half}
     places, zero_entry = _places(indices), memory.d_ring.shape[0] - 1
-    gates = (q if beta is None else beta, log_decay)
+    eps = 0.0 if l2norm_eps is None else l2norm_eps
+    tensors = (q, k, q if beta is None else beta, log_decay)
     arguments = (
-        q, k, *gates, places[0] if ancestors is None else ancestors.contiguous(), records,
-        memory.k_ring, memory.g_ring, *places,
-        *(stride for x in (q, k, *gates) for stride in x.stride()[:2]),
-        zero_entry, scale, 0.0 if l2norm_eps is None else l2norm_eps,
+        *tensors, places[0] if ancestors is None else ancestors.contiguous(), records,
+        memory.k_ring, memory.g_ring,
     )  # fmt: skip
+    strides = [stride for x in tensors for stride in x.stride()[:2]]
     weights = settings | {"HAS_TREE": ancestors is not None, "HAS_NORM": l2norm_eps is not None}
     del weights["IS_PER_CHANNEL"]
     if is_per_channel:
         _channel_window_kernel[value_heads, rows, 3](
-            *arguments,
-            **weights,
-            GROUP=launch.group,
-            num_warps=launch.weights_warps,
-            **chained(q),
-        )
+            *arguments, *places, *strides, zero_entry, scale, eps, **weights, GROUP=launch.group,
+            num_warps=launch.weights_warps, **chained(q),
+        )  # fmt: skip
     else:
-        _window_scores_kernel[value_heads, rows, 2](
-            *arguments, **weights, HAS_DELTA=beta is not None, KB=min(128, key_dim),
+        heads = math.gcd(value_heads // key_heads, launch.heads)
+        _window_scores_kernel[value_heads // heads, rows, 2](
+            *arguments, *places, *strides, zero_entry, scale, eps,
+            **weights, HAS_DELTA=beta is not None, KB=min(128, key_dim), HEADS=heads,
             # the interpreter has no products of bfloat16
             IS_SHORT=q.is_cuda and q.dtype is memory.k_ring.dtype and q.dtype is not torch.float32,
-            num_warps=launch.weights_warps, **chained(q),
+            num_warps=launch.weights_warps, maxnreg=SCORES_REGISTERS, **chained(q),
         )  # fmt: skip
     out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     block_v = min(launch.block_v, value_dim)
@@ -208,8 +241,8 @@ def _run_window(
     is_wide = is_per_channel or q.dtype is torch.float32
     is_wide_state = memory.checkpoint.dtype is torch.float32
     _window_stream_kernel[value_heads * (value_dim // block_v), rows](
-        records, q, k, v, out, memory.checkpoint, memory.d_ring, memory.k_ring, *places,
-        indices.read_rows, indices.fold_rows,
+        records, q, k, v, out, memory.checkpoint, memory.d_ring, memory.k_ring, memory.g_ring,
+        *places, indices.read_rows, indices.fold_rows,
         *(stride for x in (q, k, v) for stride in x.stride()[:2]), zero_entry,
         **settings, V=value_dim, BV=block_v,
         # in one warp four threads read a row of a tile, each 16 bytes of what is widest
@@ -230,11 +263,11 @@ def window_bytes(
     recurrence: Recurrence,
 ) -> int:
     """Return the bytes that `replay_window` takes beside its arguments and result."""
-    record = _Record(
-        width, num_replayed, key_dim,
-        is_per_channel=recurrence is Recurrence.KIMI_DELTA,
-        has_delta=recurrence is not Recurrence.MAMBA2,
-    )  # fmt: skip
+    launch = launch_of(width, num_replayed, rows=rows, recurrence=recurrence)
+    if width == 1 and not _has_records(recurrence, num_replayed, launch):
+        return 0
+    is_per_channel = recurrence is Recurrence.KIMI_DELTA
+    record = _Record(width, num_replayed, key_dim, is_per_channel=is_per_channel)
     return 4 * rows * value_heads * record.size
 
 
@@ -249,8 +282,8 @@ def materialize(
 ) -> None:
     """Write the state after the masked prefix into `out_rows`, as `reference.materialize` does.
 
-    Two launches for all rows. Entries outside the mask are not read. No row's `out_row` is another
-    row's `read_row`.
+    One launch for all rows, two with a decay per channel. Entries outside the mask are not read. No
+    row's `out_row` is another row's `read_row`.
     """
     reason = unsupported_memory(memory)
     assert reason is None, reason
@@ -258,22 +291,24 @@ def materialize(
     rows, num_replayed = ring_read.shape
     value_heads, value_dim, key_dim = memory.checkpoint.shape[1:]
     record = _Record(0, num_replayed, key_dim, is_per_channel=memory.g_ring.shape[2] > 1)
-    size = (rows, value_heads, record.size)
-    records = torch.empty(size, dtype=torch.float32, device=ring_read.device)
-    settings = record.settings(memory)
+    settings = record.settings(memory) | {"HAS_NORM": l2norm_eps is not None}
+    eps = 0.0 if l2norm_eps is None else l2norm_eps
     ring_read, mask = ring_read.contiguous(), mask.contiguous().view(torch.uint8)
-    _fold_weights_kernel[value_heads, rows](
-        records, memory.k_ring, memory.g_ring, ring_read, mask,
-        0.0 if l2norm_eps is None else l2norm_eps,
-        **settings, KB=32, HAS_NORM=l2norm_eps is not None, **chained(ring_read),
-        # with a decay per channel sums run over a program's threads
-        num_warps=1 if record.is_per_channel else MATERIALIZE.weights_warps,
-    )  # fmt: skip
+    records = memory.g_ring
+    if record.is_per_channel:
+        size = (rows, value_heads, record.size)
+        records = torch.empty(size, dtype=torch.float32, device=ring_read.device)
+        weights = {name: x for name, x in settings.items() if name != "IS_PER_CHANNEL"}
+        # sums run over a program's threads
+        _fold_weights_kernel[value_heads, rows](
+            records, memory.k_ring, memory.g_ring, ring_read, mask, eps,
+            **weights, num_warps=1, **chained(ring_read),
+        )  # fmt: skip
     block_v = min(MATERIALIZE.block_v, value_dim)
     _fold_stream_kernel[value_heads * (value_dim // block_v), rows](
-        records, memory.checkpoint, memory.d_ring, memory.k_ring, ring_read, mask,
-        read_rows, out_rows, **settings | _tile(memory, block_v),
-        **chained(ring_read), num_warps=MATERIALIZE.num_warps,
+        records, memory.checkpoint, memory.d_ring, memory.k_ring, memory.g_ring, ring_read, mask,
+        read_rows, out_rows, eps, **settings | _tile(memory, block_v),
+        num_warps=MATERIALIZE.num_warps, **chained(ring_read),
     )  # fmt: skip
 
 
@@ -285,7 +320,6 @@ class _Record:
     num_replayed: int  # N
     key_dim: int  # K
     is_per_channel: bool
-    has_delta: bool = True
 
     @property
     def entries(self) -> int:
@@ -312,7 +346,7 @@ class _Record:
         fold = self.key_dim * (1 + self.num_replayed) if self.is_per_channel else self.entries + 1
         start = 0
         if self.width == 1:
-            start = (1 + self.has_delta) * (self.key_dim + self.entries + 1)
+            start = 2 * (self.key_dim + self.entries + 1)
         elif self.width > 1:
             start = self.ring + 2 * self.half * (self.entries + 2 * self.half)
         return -(-(start + fold) // 4) * 4

@@ -33,15 +33,24 @@ def _aligned(x, PAIR: tl.constexpr):
 
 
 @triton.jit
-def _read(tile, x, y, PAIR: tl.constexpr, SPLIT_STATE: tl.constexpr, SPLIT_X: tl.constexpr):
-    """Add to y [BV, XP] what vectors x [XP, KB] read out of a tile [BV, KB] of the state."""
+def _read(tile, x, sums, PAIR: tl.constexpr, SPLIT_STATE: tl.constexpr, SPLIT_X: tl.constexpr):
+    """Add to sums [BV, XP] what vectors x [XP, KB] read out of a tile [BV, KB] of the state.
+
+    Heads and rests have sums of their own: matrix units begin no product before the one that it is
+    added to has ended.
+    """
     state = _aligned(tile.to(tl.float32), PAIR)
     right = tl.trans(_aligned(x, PAIR))
+    of_heads, of_state, of_x = sums
     if SPLIT_STATE:
         head = _cut(state)
-        y = _dot(state - head, right, y, SPLIT_A=False, SPLIT_B=False)
+        of_state = tl.dot(state - head, right, acc=of_state, input_precision="tf32")
         state = head
-    return _dot(state, right, y, SPLIT_A=False, SPLIT_B=SPLIT_X)
+    if SPLIT_X:
+        head = _head(right)
+        of_x = tl.dot(state, right - head, acc=of_x, input_precision="tf32")
+        right = head
+    return tl.dot(state, right, acc=of_heads, input_precision="tf32"), of_state, of_x
 
 
 @triton.jit
@@ -82,6 +91,7 @@ def _window_stream_kernel(
     checkpoint,
     d_ring,
     k_ring,
+    g_ring,
     ring_read,
     ring_write,
     fold_mask,
@@ -148,28 +158,34 @@ def _window_stream_kernel(
             x = x + (tl.load(p_query + o_c, mask=m_query[:, None], other=key),)
     p_value = v + i_row * v_stride + i_head * V + o_v[:, None] + (node * v_token_stride)[None, :]
     value = tl.load(p_value, mask=m_key[None, :], other=0)
-    y = tl.zeros([BV, XP], tl.float32)
-    if not IS_PER_CHANNEL:
-        for c in tl.static_range(K // KB):
-            y = _read(tiles[c], x[c].to(tl.float32), y, PAIR, SPLIT_STATE, SPLIT_X)
     await_inputs(CHAINED)
 
+    # the record is on its way while the state's products are summed
     record = records + (i_row * HV + i_head) * SIZE
     o_n = tl.max_contiguous(tl.arange(0, 16), 4)
     scores = ()
     for i in tl.static_range(NP // 16):
         p_scores = record + RING + (o_x * NP)[:, None] + (i * 16 + o_n)[None, :]
         m_live = (i * 16 + o_n < num_ring)[None, :]
-        scores = scores + (tl.where(m_live, tl.load(p_scores), 0.0),)
+        scores = scores + (tl.load(p_scores, mask=m_live, other=0),)
     o_c = tl.max_contiguous(o_x, 2)
     mixed = tl.load(record + RING + NP * XP + (o_x * XP)[:, None] + o_c[None, :])
-    if IS_PER_CHANNEL:
-        for c in tl.static_range(K // KB):
+    column = tl.load(record + o_x)
+    zeros = tl.zeros([BV, XP], tl.float32)
+    even, odd = (zeros, zeros, zeros), (zeros, zeros, zeros)
+    for c in tl.static_range(K // KB):
+        if IS_PER_CHANNEL:
             o_c = c * KB + o_k
             vectors = tl.load(record + XP + (o_x * K)[:, None] + o_c[None, :])
             vectors *= tl.load(record + XP * (1 + K) + o_c)[None, :]
-            y = _read(tiles[c], vectors, y, PAIR, SPLIT_STATE, SPLIT_X)
-    y *= tl.load(record + o_x)[None, :]
+        else:
+            vectors = x[c].to(tl.float32)
+        if c % 2 == 0:
+            even = _read(tiles[c], vectors, even, PAIR, SPLIT_STATE, SPLIT_X)
+        else:
+            odd = _read(tiles[c], vectors, odd, PAIR, SPLIT_STATE, SPLIT_X)
+    y = even[0] + odd[0] + ((even[1] + odd[1]) + (even[2] + odd[2]))
+    y *= column[None, :]
     for i in tl.static_range(NP // 16):
         d = tl.join(
             tl.join(ring_d[4 * i], ring_d[4 * i + 2]), tl.join(ring_d[4 * i + 1], ring_d[4 * i + 3])
@@ -192,6 +208,8 @@ def _window_stream_kernel(
     if is_folding:
         _store_fold(
             p_state, checkpoint + (tl.load(fold_rows + i_row) * HV + i_head) * (V * K),
-            record + RING + (NP + XP) * XP, d_ring, k_ring, entries, fold_mask + i_row * N,
-            i_head, i_key_head, o_v, N, NP, H, HV, K, V, 32, IS_PER_CHANNEL,
+            record + RING + (NP + XP) * XP, d_ring, k_ring, g_ring, entries, fold_mask + i_row * N,
+            i_head, tl.program_id(0) % (V // BV), 0.0,
+            N, NP, H, HV, K, V, BV, 32,
+            HAS_RECORD=True, IS_PER_CHANNEL=IS_PER_CHANNEL, HAS_NORM=False,
         )  # fmt: skip

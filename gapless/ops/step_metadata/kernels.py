@@ -10,6 +10,33 @@ from gapless.ops.chaining import await_inputs
 from gapless.ops.draft_tree.kernels import _depths, _highest
 
 
+@triton.jit
+def _place(
+    in_slots,
+    in_seq_lens,
+    in_checkpoint_len,
+    in_done,
+    i_row,
+    is_folding,
+    NULL_SLOT: tl.constexpr,
+    L: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """Return a row's place among all rows where those that fold come first."""
+    place = 0
+    for first in tl.range(0, tl.num_programs(0), BLOCK_ROWS, num_stages=1):
+        o_row = first + tl.arange(0, BLOCK_ROWS)
+        m_row = o_row < tl.num_programs(0)
+        slot = tl.load(in_slots + o_row, mask=m_row, other=NULL_SLOT)
+        slot = tl.where(tl.load(in_done + slot) != 0, NULL_SLOT, slot).to(tl.int64)
+        on_grid = tl.load(in_seq_lens + slot) // L * L
+        m_folding = m_row & (on_grid > tl.load(in_checkpoint_len + slot))
+        m_before = o_row < i_row
+        m_before = tl.where(is_folding, m_folding & m_before, m_folding | m_before)
+        place += tl.sum(m_before.to(tl.int32))
+    return place
+
+
 # any number of tokens is served by one compiled kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def _window_indices_kernel(
@@ -37,6 +64,7 @@ def _window_indices_kernel(
     fold_mask,
     read_rows,
     fold_rows,
+    order,
     conv_write,
     conv_taps,
     live,
@@ -59,6 +87,7 @@ def _window_indices_kernel(
     NUM_FRESH: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     HAS_TREE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -75,6 +104,11 @@ def _window_indices_kernel(
     tl.store(fold_len + i_row, folded)
     tl.store(read_rows + i_row, tl.where(checkpoint == 0, ZERO_ROW, state_row))
     tl.store(fold_rows + i_row, tl.where(folded == checkpoint, NULL_ROW, state_row))
+    place = _place(
+        in_slots, in_seq_lens, in_checkpoint_len, in_done, i_row, folded > checkpoint,
+        NULL_SLOT, L, BLOCK_ROWS,
+    )  # fmt: skip
+    tl.store(order + place, i_row)
 
     o_w = tl.arange(0, BLOCK_W)
     m_w = o_w < W

@@ -238,6 +238,7 @@ def window_indices(
             fold_mask=replayed < fold_len[:, None],
             read_rows=rows.masked_fill(checkpoint_len == 0, geometry.zero_row),
             fold_rows=rows.masked_fill(fold_len == checkpoint_len, geometry.null_row),
+            order=(fold_len == checkpoint_len).to(torch.uint8).argsort(stable=True),
         ),
         conv_write=conv_base + flat % geometry.conv_ring_len,
         conv_taps=conv_taps,

@@ -28,6 +28,9 @@ from gapless.ops.step_metadata.reference import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+# rows that a program looks at to find its own row's place among them: as a rule all
+_BLOCK_ROWS = 256
+
 
 def window_indices(
     slots: Tensor,
@@ -72,6 +75,7 @@ def empty_indices(
             fold_mask=empty(num_rows, num_replayed, dtype=torch.bool),
             read_rows=empty(num_rows),
             fold_rows=empty(num_rows),
+            order=empty(num_rows),
         ),
         conv_write=empty(num_tokens),
         conv_taps=empty(geometry.conv_width, num_tokens),
@@ -119,6 +123,7 @@ def fill(
         out.replay.fold_mask.view(torch.uint8),
         out.replay.read_rows,
         out.replay.fold_rows,
+        out.replay.order,
         out.conv_write,
         out.conv_taps,
         out.live.view(torch.uint8),
@@ -141,6 +146,7 @@ def fill(
         NUM_FRESH=0 if fresh is None else fresh.index.shape[1],
         BLOCK_N=triton.next_power_of_2(num_replayed),
         BLOCK_W=triton.next_power_of_2(window),
+        BLOCK_ROWS=_BLOCK_ROWS,
         HAS_TREE=tree is not None,
         num_warps=1,
         **chained(slots),
