@@ -87,7 +87,7 @@ class Upload:
         for name, array in arrays.items():
             end = offset + array.nbytes
             assert end <= host.array.size, f"{name} ends at byte {end} of {host.array.size}"
-            host.array[offset:end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            host.array.data[offset:end] = array.tobytes()
             offset = -(-end // ALIGNMENT) * ALIGNMENT
         self._device[:offset].copy_(host.tensor[:offset], non_blocking=True)
         host.event.record()
