@@ -283,6 +283,8 @@ class Scheduler:
         assert self._prompt_logprobs.requests <= set(self._requests.values()), "logprobs leak"
         for request in self._running:
             assert request.status in (Status.PREFILL, Status.DECODE), f"{request} runs"
+        for request in list(self._running)[:-1]:
+            assert request.status is Status.DECODE, f"{request} was overtaken"
         for request in self._waiting:
             assert request.status is Status.WAITING, f"{request} waits"
             assert request.slot == request.state_row == -1, f"{request} holds a slot or row"
@@ -372,9 +374,10 @@ class Scheduler:
 
     def _prefilling(self) -> Iterator[tuple[Request, Admission | None]]:
         """Requests with tokens to launch; the waiting ones are admitted as they are asked for."""
-        prefill = Status.PREFILL
-        for request in [r for r in self._running if r.status is prefill]:
-            yield request, None
+        # a chunk serves one after the other: only the newest can have been cut short
+        newest = next(reversed(self._running), None)
+        if newest is not None and newest.status is Status.PREFILL:
+            yield newest, None
         self._wait_reason = None
         while self._waiting:
             admitted = self._admit(self._waiting[0])
