@@ -12,9 +12,10 @@ kernels' time over the time from the first to the last of them. With --tp it is 
 share of communication is the time of its kernels that send and await, waiting included, over a
 step's time.
 
-Host time is that of planning and launching a steady decode step; waiting for results is no part of
-it. Once a profiler has run in a process, the host takes longer for each launch, so each engine has
-a process of its own, and all its batches are timed before the first of them is profiled.
+Host time is that of planning and launching a steady decode step: the median of some steps, and
+their mean, which a single interruption may double. Waiting for results is no part of it. Once a
+profiler has run in a process, the host takes longer for each launch, so each engine has a process
+of its own, and all its batches are timed before the first of them is profiled.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from itertools import product
 from pathlib import Path
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,6 +109,8 @@ class Figures:
     tokens_per_step: float
     first_token_ms: float
     host_us_per_step: float
+    """Median of `HOST_STEPS` steps."""
+    host_us_mean: float
     graph_launches: float
     kernel_launches: float
     blocking_calls: float
@@ -158,18 +162,25 @@ def time_batch(llm: LLM, asked: list[list[int]], output_len: int) -> dict[str, f
     timing = time_requests(llm, asked, output_len)
     steps = timing.counters.num_steps / len(asked)
     with decoding(llm.engine, asked):
-        loop = llm.engine.loop_counters
-        num_steps, seconds = loop.num_steps, loop.plan_seconds
-        for _ in range(HOST_STEPS):
-            llm.engine.step()
-        host = (loop.plan_seconds - seconds) / (loop.num_steps - num_steps)
+        host = time_host(llm.engine)
     return {
         "tokens_per_second": timing.decode_tokens / timing.decode_seconds,
         "ms_per_step": timing.decode_seconds / steps * 1e3,
         "tokens_per_step": timing.counters.accepted_len,
         "first_token_ms": timing.first_token_seconds * 1e3,
-        "host_us_per_step": host * 1e6,
+        **host,
     }
+
+
+def time_host(engine: Engine) -> dict[str, float]:
+    """Time the host's part of each of some steps."""
+    loop = engine.loop_counters
+    found = []
+    for _ in range(HOST_STEPS):
+        before = loop.plan_seconds
+        engine.step()
+        found.append((loop.plan_seconds - before) * 1e6)
+    return {"host_us_per_step": median(found), "host_us_mean": fmean(found)}
 
 
 @contextmanager
@@ -299,10 +310,10 @@ def print_figures(found: Figures) -> None:
     print(
         f"B={found.batch:4d} {found.tokens_per_second:8.1f} tok/s {found.ms_per_step:7.3f} ms/step "
         f"x{found.tokens_per_step:.2f} TTFT {found.first_token_ms:.0f} ms, host "
-        f"{found.host_us_per_step:.0f} us, graphs {found.graph_launches:.1f}, launches "
-        f"{found.kernel_launches:.1f}, blocking {found.blocking_calls:.1f}, seams "
-        f"{found.seam_share:.1%}, gaps {found.gap_share:.1%}, communication "
-        f"{found.communication_share:.1%}"
+        f"{found.host_us_per_step:.0f} us (mean {found.host_us_mean:.0f}), graphs "
+        f"{found.graph_launches:.1f}, launches {found.kernel_launches:.1f}, blocking "
+        f"{found.blocking_calls:.1f}, seams {found.seam_share:.1%}, gaps {found.gap_share:.1%}, "
+        f"communication {found.communication_share:.1%}"
     )
     print("       " + ", ".join(f"{k} {v:.3f}" for k, v in found.ms_by_class.items()), flush=True)
 

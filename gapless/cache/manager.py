@@ -86,15 +86,13 @@ class CacheManager:
             found = self._admit(request, cold)
         return found
 
-    def grow(
-        self, request: Request, committed_len: int, *, is_alone: bool
-    ) -> list[PageEntry] | None:
+    def grow(self, request: Request, *, is_alone: bool) -> list[PageEntry] | None:
         """Give the pages that the next decode step needs; None, and no page, if too few are left.
 
-        `committed_len` is what the host has read; up to `Request.covered_len` nothing is missing.
-        Returns the entries to add to the page table.
+        Up to `Request.covered_len` committed tokens nothing is missing. Returns the entries to add
+        to the page table.
         """
-        first = len(request.pages)
+        first, committed_len = len(request.pages), request.committed_len
         wanted = self._reserved_len(request, committed_len)
         missing = num_pages_for(wanted, self._size) - first
         if missing > 0 and not self.device.make_room(missing) and is_alone:

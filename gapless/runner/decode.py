@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,10 +54,16 @@ class _RowSet:
     """What rows decide by themselves. Most steps name the rows of the step before."""
 
     rows: tuple[DecodeRow, ...]
-    slots: np.ndarray  # [rows, padding included] int64; null slots at the end
+    inputs: dict[str, np.ndarray]  # as `_blank_inputs` makes them
+    places: dict[int, int]  # by slot, of a row's first fresh page
     mode: SamplingMode
     num_top: int | None
     is_constrained: bool  # whether a grammar masks some row
+
+    @property
+    def slots(self) -> np.ndarray:
+        """Slots [B], padding included: null slots at the end."""
+        return self.inputs["slots"]
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,7 @@ class DecodeRunner:
         row_set = self._row_set
         key = self._key(row_set, plan.max_seq_len)
         graph = self._graphs.get(key, lambda: self._stages(key))
-        arrays = self._arrays(row_set.slots, plan.page_entries)
+        arrays = self._inputs(row_set, plan.page_entries)
         self._upload.send(arrays)
         if row_set.is_constrained:
             slots = self._upload.views(arrays)["slots"]
@@ -183,7 +188,8 @@ class DecodeRunner:
         slots[: len(rows)] = [row.slot for row in rows]
         return _RowSet(
             rows=rows,
-            slots=slots,
+            inputs=self._blank_inputs(slots),
+            places={row.slot: i * self._pages_per_row for i, row in enumerate(rows)},
             mode=sampling_mode(row.request.params for row in rows),
             num_top=num_top(row.request.params.logprobs for row in rows),
             is_constrained=any(row.request.is_constrained for row in rows),
@@ -235,25 +241,30 @@ class DecodeRunner:
             parents = [(bits[i] ^ 1 << i).bit_length() - 1 for i in range(1, 1 + count)]
         return WindowDrafts(fetched[1 : 1 + count], parents)
 
-    def _arrays(self, slots: np.ndarray, entries: Sequence[PageEntry]) -> dict[str, np.ndarray]:
-        geometry, columns = self._device.geometry, self._device.num_page_columns
-        shape = slots.size, self._pages_per_row
-        page_index = np.full(shape, geometry.null_slot * columns)
-        page_value = np.full(shape, geometry.null_page)
-        if entries:
-            rows = dict(zip(slots.tolist(), range(slots.size), strict=True))
-            filled = Counter[int]()
-            for entry in entries:
-                row, place = rows[entry.slot], filled[entry.slot]
-                assert place < shape[1], f"more than {shape[1]} page entries of slot {entry.slot}"
-                page_index[row, place] = entry.slot * columns + entry.index
-                page_value[row, place] = entry.page
-                filled[entry.slot] += 1
-        return {"slots": slots, "page_index": page_index, "page_value": page_value}
+    def _blank_inputs(self, slots: np.ndarray) -> dict[str, np.ndarray]:
+        """Inputs of a step over `slots` [B] int64 none of which has a fresh page."""
+        geometry, shape = self._device.geometry, (slots.size, self._pages_per_row)
+        return {
+            "slots": slots,
+            "page_index": np.full(shape, geometry.null_slot * self._device.num_page_columns),
+            "page_value": np.full(shape, geometry.null_page),
+        }
+
+    def _inputs(self, row_set: _RowSet, entries: Sequence[PageEntry]) -> dict[str, np.ndarray]:
+        inputs = {name: array.copy() for name, array in row_set.inputs.items()}
+        index, value = inputs["page_index"].reshape(-1), inputs["page_value"].reshape(-1)
+        columns, null_page = self._device.num_page_columns, self._device.geometry.null_page
+        for entry in entries:
+            # a slot's entries of one step follow each other
+            place = row_set.places[entry.slot] + entry.index % self._pages_per_row
+            assert value[place] == null_page, f"too many page entries of slot {entry.slot}"
+            index[place] = entry.slot * columns + entry.index
+            value[place] = entry.page
+        return inputs
 
     def _stages(self, key: DecodeKey) -> list[Stage]:
         slots = np.full(key.num_rows, self._device.geometry.null_slot)
-        arrays = self._arrays(slots, ())
+        arrays = self._blank_inputs(slots)
         self._upload.send(arrays)
         inputs = self._upload.views(arrays)
         seams = Seams()

@@ -7,6 +7,7 @@ that read them. Nothing is allocated per step.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 from gapless.ops.events import Event
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 # alignment of each packed array, enough for any element type and for vector loads
 ALIGNMENT = 16
@@ -36,17 +37,26 @@ TORCH_DTYPES = {
 
 @dataclass(frozen=True)
 class _HostBuffer:
-    tensor: Tensor
     array: np.ndarray
+    prefixes: Callable[[int], tuple[Tensor, Tensor]]
+    """The first so many elements, on the host and on the device."""
     event: Event
 
 
-def _host_buffers(size: int, dtype: torch.dtype, device: torch.device) -> list[_HostBuffer]:
+def _host_buffers(device: Tensor) -> list[_HostBuffer]:
+    """Buffers for copies to or from a flat tensor."""
     buffers = []
     for _ in range(RING_LEN):
-        tensor = torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
-        buffers.append(_HostBuffer(tensor, _view_as_array(tensor), Event(device)))
+        is_pinned = device.device.type == "cuda"
+        host = torch.zeros(device.numel(), dtype=device.dtype, pin_memory=is_pinned)
+        # steps repeat their sizes, and to make two views takes the host longer than to copy
+        prefixes = lru_cache(maxsize=64)(partial(_prefixes, host, device))
+        buffers.append(_HostBuffer(_view_as_array(host), prefixes, Event(device.device)))
     return buffers
+
+
+def _prefixes(host: Tensor, device: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    return host[:count], device[:count]
 
 
 def packed_bytes(arrays: Mapping[str, np.ndarray]) -> int:
@@ -74,23 +84,24 @@ class Upload:
         return packed_bytes(arrays) <= self._device.numel()
 
     def _allocate(self, capacity_bytes: int, device: torch.device) -> None:
-        self._host = _host_buffers(capacity_bytes, torch.uint8, device)
         self._device = torch.zeros(capacity_bytes, dtype=torch.uint8, device=device)
+        self._buffers = _host_buffers(self._device)
         self._turn = 0
 
     def send(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Copy `arrays` to where `views` finds them; they stay there until the next call."""
-        host = self._host[self._turn]
+        buffer = self._buffers[self._turn]
         self._turn = (self._turn + 1) % RING_LEN
-        host.event.wait()
+        buffer.event.wait()
         offset = 0
         for name, array in arrays.items():
             end = offset + array.nbytes
-            assert end <= host.array.size, f"{name} ends at byte {end} of {host.array.size}"
-            host.array[offset:end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            assert end <= buffer.array.size, f"{name} ends at byte {end} of {buffer.array.size}"
+            buffer.array.data[offset:end] = array.tobytes()
             offset = -(-end // ALIGNMENT) * ALIGNMENT
-        self._device[:offset].copy_(host.tensor[:offset], non_blocking=True)
-        host.event.record()
+        host, device = buffer.prefixes(offset)
+        device.copy_(host, non_blocking=True)
+        buffer.event.record()
 
     def views(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
         """Where arrays of these shapes and types lie on the device, whenever they are sent."""
@@ -108,17 +119,17 @@ class Download:
     """Brings a device buffer to the host, read later through a ticket."""
 
     def __init__(self, source: Tensor) -> None:
-        self._source = source
-        self._host = _host_buffers(source.numel(), source.dtype, source.device)
+        self._buffers = _host_buffers(source)
         self._turn = 0
 
     def fetch(self, count: int) -> Ticket:
         """Start copying the first `count` elements; the ticket is good for RING_LEN fetches."""
-        host = self._host[self._turn]
+        buffer = self._buffers[self._turn]
         self._turn = (self._turn + 1) % RING_LEN
-        host.tensor[:count].copy_(self._source[:count], non_blocking=True)
-        host.event.record()
-        return Ticket(host.array[:count], host.event)
+        host, device = buffer.prefixes(count)
+        host.copy_(device, non_blocking=True)
+        buffer.event.record()
+        return Ticket(buffer.array[:count], buffer.event)
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,10 @@ from gapless.core.request import FinishReason, Request, Status
 from gapless.core.sampling_params import MAX_STOP_IDS
 from gapless.scheduler.limits import reason_to_end, reason_to_refuse
 from gapless.scheduler.prompt_logprobs import PromptLogprobs
-from gapless.scheduler.unread import UnreadSteps
+from gapless.scheduler.unread import RUN_AHEAD, UnreadSteps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     import numpy as np
 
@@ -58,6 +58,10 @@ class Scheduler:
         # each that runs, the row that stands for it in every batch until it gives up its slot
         self._running: dict[Request, DecodeRow] = {}
         self._waiting: deque[Request] = deque()
+        # rows of each step until a request comes, goes or nears its limit, which most do not; and
+        # requests of theirs that have outgrown their pages
+        self._kept_rows: tuple[DecodeRow, ...] | None = None
+        self._outgrown: list[Request] = []
         # those among both that a grammar constrains
         self._constrained: set[Request] = set()
         self._unread = UnreadSteps()
@@ -137,11 +141,9 @@ class Scheduler:
         if any(r.status is Status.DECODE and self._unread.names(r) for r in self._constrained):
             return None
         self._cache.prefix.begin_step()
-        promised = self._unread.promised_tokens()
-        page_entries = self._grow_decode_rows(promised)
+        page_entries = self._grow_decode_rows()
         prefill = tuple(self._cut_segments())
-        promised.update(segment.request for segment in prefill if segment.is_last)
-        rows = self._decode_rows(promised)
+        rows = self._decode_rows(prefill)
         awaits_stores = False
         if not prefill and not rows:
             if self._unread or not self._requests:
@@ -151,7 +153,7 @@ class Scheduler:
         plan = StepPlan(
             step_id=self._num_plans,
             prefill=prefill,
-            decode=tuple(rows),
+            decode=rows,
             page_entries=page_entries,
             max_seq_len=self._largest_seq_len(rows),
             saves=tuple(self._saves),
@@ -173,6 +175,9 @@ class Scheduler:
         one are kept. A prompt's log-probabilities come with the request's first token.
         """
         self._unread.read(plan)
+        if self._outgrown:
+            # of two steps read at once, they would not be in order
+            self._kept_rows = None
         self._cache.prefix.end_stores(result.num_stored)
         self._prompt_logprobs.collect(plan, result)
         for segment in plan.prefill:
@@ -278,6 +283,8 @@ class Scheduler:
         assert self._prompt_logprobs.requests <= set(self._requests.values()), "logprobs leak"
         for request in self._running:
             assert request.status in (Status.PREFILL, Status.DECODE), f"{request} runs"
+        for request in list(self._running)[:-1]:
+            assert request.status is Status.DECODE, f"{request} was overtaken"
         for request in self._waiting:
             assert request.status is Status.WAITING, f"{request} waits"
             assert request.slot == request.state_row == -1, f"{request} holds a slot or row"
@@ -285,31 +292,44 @@ class Scheduler:
         for request, row in self._running.items():
             assert row == DecodeRow(request, request.slot), f"{request} is not in its row"
 
-    def _decode_rows(self, promised: Counter[Request]) -> list[DecodeRow]:
+    def _decode_rows(self, prefill: Sequence[PrefillSegment] = ()) -> tuple[DecodeRow, ...]:
         """Rows of requests that decode, but for those which the host knows to be done by then.
 
         A constrained one sits out the step that samples its first token.
         """
-        decode = Status.DECODE
-        return [
+        if self._kept_rows is not None and not prefill:
+            return self._kept_rows
+        decode, promised = Status.DECODE, self._unread.promised_tokens()
+        promised.update(segment.request for segment in prefill if segment.is_last)
+        rows = tuple(
             row
             for request, row in self._running.items()
             if request.status is decode
             and len(request.token_ids) + (ahead := promised[request]) < request.limit_len
             and not (ahead and request in self._constrained)
-        ]
+        )
+        # each unread step promises a row one token, but for the one that has its prefill
+        nears_end = (
+            len(row.request.token_ids) + RUN_AHEAD >= row.request.limit_len for row in rows
+        )
+        self._kept_rows = None if prefill or any(nears_end) else rows
+        return rows
 
-    def _grow_decode_rows(self, promised: Counter[Request]) -> tuple[PageEntry, ...]:
+    def _grow_decode_rows(self) -> tuple[PageEntry, ...]:
         # oldest first, and it is the newest that yields: the oldest always gets on
+        outgrown, self._outgrown = self._outgrown, []
+        if self._kept_rows is None:
+            requests = (row.request for row in self._decode_rows())
+            outgrown = [r for r in requests if r.committed_len > r.covered_len]
         entries: list[PageEntry] = []
-        for row in self._decode_rows(promised):
-            request = row.request
-            if request.committed_len > request.covered_len and request in self._running:
+        for request in outgrown:
+            if request in self._running:
                 entries += self._grow(request)
         return tuple(entries)
 
     def _grow(self, request: Request) -> list[PageEntry]:
-        while (entries := self._try_grow(request)) is None:
+        grow = self._cache.grow
+        while (entries := grow(request, is_alone=len(self._running) == 1)) is None:
             assert len(self._running) > 1 or self._cache.prefix.num_stores_under_way, (
                 f"{request.request_id} does not fit alone"
             )
@@ -318,10 +338,6 @@ class Scheduler:
             if newest is request:
                 return []
         return entries
-
-    def _try_grow(self, request: Request) -> list[PageEntry] | None:
-        is_alone = len(self._running) == 1
-        return self._cache.grow(request, request.committed_len, is_alone=is_alone)
 
     def _retract(self, request: Request) -> None:
         """Send a request back to the head of the queue with its tokens and nothing else."""
@@ -358,9 +374,10 @@ class Scheduler:
 
     def _prefilling(self) -> Iterator[tuple[Request, Admission | None]]:
         """Requests with tokens to launch; the waiting ones are admitted as they are asked for."""
-        prefill = Status.PREFILL
-        for request in [r for r in self._running if r.status is prefill]:
-            yield request, None
+        # a chunk serves one after the other: only the newest can have been cut short
+        newest = next(reversed(self._running), None)
+        if newest is not None and newest.status is Status.PREFILL:
+            yield newest, None
         self._wait_reason = None
         while self._waiting:
             admitted = self._admit(self._waiting[0])
@@ -397,10 +414,8 @@ class Scheduler:
 
     def _largest_seq_len(self, rows: Iterable[DecodeRow]) -> int:
         """Upper bound of the device's committed lengths when the planned step starts."""
-        limits = self._limits
-        unread = most_emitted(limits.max_window, limits.tree) * len(self._unread)
-        lens = (min(row.request.committed_len + unread, row.request.limit_len - 1) for row in rows)
-        return max(lens, default=0)
+        unread = most_emitted(self._limits.max_window, self._limits.tree) * len(self._unread)
+        return max([row.request.committed_len for row in rows], default=0) + unread
 
     def _append(self, request: Request, tokens: tuple[int, ...]) -> None:
         token_ids = request.token_ids
@@ -412,13 +427,20 @@ class Scheduler:
             )
             token_ids += tokens
             request.committed_len = new_len - 1
-            return
+        else:
+            self._append_one_by_one(request, tokens)
+        if new_len + RUN_AHEAD >= request.limit_len:
+            self._kept_rows = None
+        elif request.committed_len > request.covered_len:
+            self._outgrown.append(request)
+
+    def _append_one_by_one(self, request: Request, tokens: tuple[int, ...]) -> None:
         for token in tokens:
             assert request.status is not Status.FINISHED, (
                 f"{request.request_id}: token {token} after its end"
             )
-            token_ids.append(token)
-            request.committed_len = len(token_ids) - 1
+            request.token_ids.append(token)
+            request.committed_len = len(request.token_ids) - 1
             reason = reason_to_end(request)
             if reason is not None:
                 self._end(request, reason)
@@ -439,6 +461,7 @@ class Scheduler:
     def _release(self, request: Request, kept_len: int) -> None:
         """Take all back, and cache the first `kept_len` tokens with their state."""
         del self._running[request]
+        self._kept_rows = None
         save = self._cache.release(request, kept_len)
         if save is not None:
             self._saves.append(save)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 import gapless.ops
 from benchmarks.gpu import harness
-from benchmarks.gpu.engine import idle_shares, kernel_class
+from benchmarks.gpu.engine import HOST_STEPS, idle_shares, kernel_class, time_host
 from benchmarks.gpu.models import MODELS, write_checkpoint
 from benchmarks.gpu.prefill import in_turn, largest_differences
 from benchmarks.gpu.run import speedups
 from gapless.config.hf import read_hf_config
+from gapless.core.counters import LoopCounters
 from gapless.models.registry import read_architecture
 
 
@@ -66,6 +67,24 @@ def test_idle_time_is_divided_into_seams_and_gaps() -> None:
         ("Memcpy HtoD", 11.0, 12.0), ("a", 12.0, 14.0), ("b", 13.0, 20.0),
     ]  # fmt: skip
     assert idle_shares(kernels) == {"seam_share": 0.3, "gap_share": 0.1}
+
+
+class InterruptedEngine:
+    """Plans each step in 2 us; once, something comes in between."""
+
+    def __init__(self) -> None:
+        self.loop_counters = LoopCounters()
+
+    def step(self) -> None:
+        self.loop_counters.num_steps += 1
+        interruption = 1e-3 if self.loop_counters.num_steps == 7 else 0
+        self.loop_counters.plan_seconds += 2e-6 + interruption
+
+
+def test_one_interrupted_step_is_seen_in_the_mean_alone() -> None:
+    found = time_host(cast("Any", InterruptedEngine()))
+    assert found["host_us_per_step"] == pytest.approx(2)
+    assert found["host_us_mean"] == pytest.approx(2 + 1000 / HOST_STEPS)
 
 
 def test_what_tracked_rows_cost_is_told_by_the_kernels_that_differ_most() -> None:

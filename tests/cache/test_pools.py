@@ -209,11 +209,13 @@ def test_admit_gives_nothing_if_it_cannot_give_all(num_pages: int, num_state_row
 def test_grow_names_the_entries_it_adds() -> None:
     manager, request = make_manager(num_pages=5), make_request(prompt_len=5, limit_len=30)
     assert admit(manager, request)
-    request.slot = 7
-    assert manager.grow(request, 7, is_alone=True) == []
-    entries = manager.grow(request, 8, is_alone=True)
+    request.slot, request.committed_len = 7, 7
+    assert manager.grow(request, is_alone=True) == []
+    request.committed_len = 8
+    entries = manager.grow(request, is_alone=True)
     assert entries == [PageEntry(slot=7, index=3, page=request.pages[3])]
-    assert manager.grow(request, 20, is_alone=True) is None
+    request.committed_len = 20
+    assert manager.grow(request, is_alone=True) is None
     assert len(request.pages) == 4
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gapless.runner.inputs import Download, Upload
 from gapless.runner.syncs import forbid_syncs
@@ -71,3 +74,26 @@ def test_a_ticket_keeps_its_step_while_the_next_one_is_fetched() -> None:
     second = download.fetch(2)
     assert first.read().tolist() == [1, 1, 1, 1]
     assert second.read().tolist() == [2, 2]
+
+
+class Operations(TorchDispatchMode):
+    """Names the operations that torch is asked for, views among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_size_that_comes_again_takes_one_operation() -> None:
+    upload, download = Upload(256, CPU), Download(torch.zeros(4))
+    with Operations() as operations:
+        for _ in range(4):
+            upload.send(_arrays(5, 7))
+            download.fetch(3)
+    assert operations.names[-4:] == ["copy_"] * 4
