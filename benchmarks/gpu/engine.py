@@ -91,7 +91,7 @@ CLASSES = (
         ),
     ),
     ("projections", ("nvjet", "gemv", "gemm", "cutlass", "sm90_xmma", "sm80_xmma", "_skinny")),
-    ("norm and conv", ("_rms_norm", "_gated_rms_norm", "_convolve", "_causal_conv")),
+    ("norm and conv", ("_rms_norm", "_gated_rms_norm", "_convolve", "_keep_rows")),
 )
 
 

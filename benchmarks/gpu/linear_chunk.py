@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.gpu.harness import main, relative, time_us
+from benchmarks.gpu.small_ops import WIDTH, segment_indices
 from gapless.core.specs.linear import Recurrence
-from gapless.ops.causal_conv import causal_conv, causal_conv_qkv
+from gapless.ops.causal_conv import convolve_segments, convolve_segments_qkv
 from gapless.ops.linear_chunk import (
     ChunkIndices,
     RoundIndices,
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHUNK = 64
-CONV_WIDTH = 4
 EPS = 1e-6
 REPLAYS = 25
 CALLS = 3
@@ -202,16 +202,14 @@ class Convolution:
 
     def __init__(self, shape: Shape, tokens: int, device: torch.device) -> None:
         self._shape = shape
-        source = torch.randn(tokens + 1, shape.channels, device=device).bfloat16()
-        before = torch.arange(CONV_WIDTH - 1, -1, -1, device=device)[:, None]
-        taps = torch.arange(tokens, device=device) - before
-        weight = torch.randn(shape.channels, CONV_WIDTH, device=device).bfloat16()
-        self._args = source, taps.masked_fill(taps < 0, tokens), weight
+        rows = torch.randn(tokens + WIDTH - 1, shape.channels, device=device).bfloat16()
+        weight = torch.randn(shape.channels, WIDTH, device=device).bfloat16()
+        self._args = rows[:tokens], rows[tokens:], segment_indices(tokens, device), weight
 
     def apart(self) -> tuple[Tensor, ...]:
         """Return q, k and v as the recurrence wants them."""
         shape = self._shape
-        found = causal_conv_qkv(
+        found = convolve_segments_qkv(
             *self._args, num_heads=shape.key_heads, key_dim=shape.key_dim, l2norm_eps=EPS
         )
         heads = (shape.key_heads, shape.key_heads, shape.value_heads)
@@ -219,7 +217,7 @@ class Convolution:
 
     def side_by_side(self) -> Tensor:
         """Return all channels as one."""
-        return causal_conv(*self._args, None, activation="silu")
+        return convolve_segments(*self._args, None, activation="silu")
 
 
 # several chunks, one, less than one, one token; a segment's end cut, cuts side by side

@@ -24,6 +24,7 @@ from benchmarks.gpu.harness import (
     rotating,
     tensors_of,
 )
+from gapless.ops.causal_conv import SegmentIndices
 from gapless.ops.causal_conv import reference as conv_reference
 from gapless.ops.causal_conv import triton as conv
 from gapless.ops.norm import reference as norm_reference
@@ -105,6 +106,19 @@ class Windows:
         )
 
 
+def segment_indices(tokens: int, device: torch.device) -> SegmentIndices:
+    """Return those of a chunk that is a part of one prompt, in a ring as long as taps reach."""
+    before = WIDTH - 1
+    taps = torch.arange(tokens) - torch.arange(before, -1, -1)[:, None]
+    entries = torch.arange(before, device=device)
+    return SegmentIndices(
+        prefix=entries,
+        taps=torch.where(taps < 0, tokens + before + taps, taps).to(device),
+        keep=tokens - before + entries,
+        write=entries,
+    )
+
+
 def _conv_results(device: torch.device) -> Iterator[dict[str, Any]]:
     for dtype, bound in BOUNDS.items():
         weight = torch.randn(CHANNELS, WIDTH, device=device).to(dtype)
@@ -118,20 +132,22 @@ def _conv_results(device: torch.device) -> Iterator[dict[str, Any]]:
             before.index_copy_(0, case.write, case.inputs)
             differing = int((before != case.ring).sum())
             yield result(f"convolve_window {label}: ring", differing, 0)
-        source = torch.randn(1003, CHANNELS, device=device).to(dtype)
-        taps = torch.randint(1003, (WIDTH, 777), device=device)
-        out = conv.causal_conv(source, taps, weight, None, activation="silu")
-        wanted = conv_reference.causal_conv(
-            source.double(), taps, weight.double(), None, activation="silu"
-        )
-        yield result(f"causal_conv {dtype_name(dtype)}", relative(out, wanted), bound)
-        apart = conv.causal_conv_qkv(source, taps, weight, **QKV)
+        inputs = torch.randn(777, CHANNELS + 4096, device=device).to(dtype)[:, :CHANNELS]
+        ring = torch.randn(WIDTH - 1, CHANNELS, device=device).to(dtype)
+        indices = segment_indices(len(inputs), device)
+        wide = inputs.double(), ring.double(), indices, weight.double()
+        apart = conv.convolve_segments_qkv(inputs, ring.clone(), indices, weight, **QKV)
         wanted = torch.cat(
-            conv_reference.causal_conv_qkv(source.double(), taps, weight.double(), **QKV), 1
+            conv_reference.convolve_segments_qkv(wide[0], wide[1].clone(), *wide[2:], **QKV), 1
         )
         # the convolution is rounded, and then what is normalised of it
         error = relative(torch.cat(apart, 1), wanted)
-        yield result(f"causal_conv_qkv {dtype_name(dtype)}", error, 2 * bound)
+        yield result(f"convolve_segments_qkv {dtype_name(dtype)}", error, 2 * bound)
+        out = conv.convolve_segments(inputs, ring, indices, weight, None, activation="silu")
+        wanted = conv_reference.convolve_segments(*wide, None, activation="silu")
+        yield result(f"convolve_segments {dtype_name(dtype)}", relative(out, wanted), bound)
+        differing = int((ring.double() != wide[1]).sum())
+        yield result(f"convolve_segments {dtype_name(dtype)}: ring", differing, 0)
 
 
 class Table:
@@ -268,26 +284,26 @@ def _conv_ops(device: torch.device) -> Iterator[Op]:
             ), read, written,
         )  # fmt: skip
     tokens = 8192
-    taps = torch.arange(tokens, device=device) - torch.arange(3, -1, -1, device=device)[:, None]
-    taps = taps.clamp(min=0)
+    indices = segment_indices(tokens, device)
+    ring = torch.randn(WIDTH - 1, CHANNELS, device=device).to(BF16)
 
     def args() -> tuple[Any, ...]:
-        return torch.randn(tokens, CHANNELS, device=device).to(BF16), taps, weight, None
+        return torch.randn(tokens, CHANNELS, device=device).to(BF16), ring, indices, weight, None
 
     yield Op(
-        "causal_conv", f"{tokens} tokens C={CHANNELS}",
+        "convolve_segments", f"{tokens} tokens C={CHANNELS}",
         *rotating(
             args,
-            lambda *a: conv.causal_conv(*a, activation="silu"),
-            lambda *a: conv_reference.causal_conv(*a, activation="silu"), 4,
+            lambda *a: conv.convolve_segments(*a, activation="silu"),
+            lambda *a: conv_reference.convolve_segments(*a, activation="silu"), 4,
         ), row_bytes * tokens, row_bytes * tokens,
     )  # fmt: skip
     yield Op(
-        "causal_conv_qkv", f"{tokens} tokens C={CHANNELS}",
+        "convolve_segments_qkv", f"{tokens} tokens C={CHANNELS}",
         *rotating(
             args,
-            lambda *a: conv.causal_conv_qkv(*a[:3], **QKV),
-            lambda *a: conv_reference.causal_conv_qkv(*a[:3], **QKV), 4,
+            lambda *a: conv.convolve_segments_qkv(*a[:4], **QKV),
+            lambda *a: conv_reference.convolve_segments_qkv(*a[:4], **QKV), 4,
         ), row_bytes * tokens, row_bytes * tokens,
     )  # fmt: skip
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from gapless.attention.backend import PlannedAttention
+    from gapless.ops.causal_conv import SegmentIndices
     from gapless.ops.linear_chunk import ChunkIndices
     from gapless.ops.linear_replay import ReplayIndices, ReplayMemory
 
@@ -43,10 +44,7 @@ class PrefillBatch(AttentionBatch):
     """Tokens of a prefill chunk, T in all, segments in a row."""
 
     chunks: ChunkIndices
-    conv_prefix: Tensor  # [S]: entries of the inputs before each segment, then the zero entry
-    conv_taps: Tensor  # [width, T], rows of the chunk's own inputs followed by `conv_prefix`
-    conv_keep: Tensor  # [N], such rows that outlive the chunk: in a slot's ring, in a tail
-    conv_write: Tensor  # [N]: their entries
+    conv: SegmentIndices
 
 
 @dataclass(frozen=True)

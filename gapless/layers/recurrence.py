@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import torch
-
 from gapless.layers.batch import LinearMemory, PrefillBatch, WindowBatch
-from gapless.ops.causal_conv import causal_conv, causal_conv_qkv, convolve_window
+from gapless.ops.causal_conv import convolve_segments, convolve_segments_qkv, convolve_window
 from gapless.ops.linear_chunk import chunk_prefill
 from gapless.ops.linear_replay import replay_window
 
@@ -38,14 +36,15 @@ def convolve(
     activation: Literal["silu", "none"] = "silu",
 ) -> Tensor:  # [T, C]
     """Convolve, and keep in the rings what later steps read."""
-    taps = _taps(weight, batch)
-    if isinstance(batch, WindowBatch):
-        return convolve_window(
-            mixed, memory.conv_ring, batch.conv_write, taps, weight, bias,
-            num_rows=batch.num_rows, activation=activation,
-        )  # fmt: skip
-    source = _with_past(mixed, memory, batch)
-    return causal_conv(source, taps, weight, bias, activation=activation)
+    ring = memory.conv_ring
+    if isinstance(batch, PrefillBatch):
+        return convolve_segments(mixed, ring, batch.conv, weight, bias, activation=activation)
+    # the batch has those of the model's widest convolution, the nearest last
+    taps = batch.conv_taps[-weight.shape[1] :]
+    return convolve_window(
+        mixed, ring, batch.conv_write, taps, weight, bias,
+        num_rows=batch.num_rows, activation=activation,
+    )  # fmt: skip
 
 
 def convolve_qkv(
@@ -66,23 +65,10 @@ def convolve_qkv(
         q, k, v = mixed.split([key_size, key_size, mixed.shape[1] - 2 * key_size], dim=1)
         return q, k, v
     assert spec.l2norm_eps is not None, "delta rules normalise"
-    return causal_conv_qkv(
-        _with_past(mixed, memory, batch), _taps(weight, batch), weight,
+    return convolve_segments_qkv(
+        mixed, memory.conv_ring, batch.conv, weight,
         num_heads=spec.num_key_heads, key_dim=spec.key_dim, l2norm_eps=spec.l2norm_eps,
     )  # fmt: skip
-
-
-def _taps(weight: Tensor, batch: WindowBatch | PrefillBatch) -> Tensor:  # [width, T]
-    # the batch has those of the model's widest convolution, the nearest last
-    return batch.conv_taps[-weight.shape[1] :]
-
-
-def _with_past(mixed: Tensor, memory: LinearMemory, batch: PrefillBatch) -> Tensor:  # [N, C]
-    """Return the rows that taps name, and keep in the ring those that outlive the chunk."""
-    ring = memory.conv_ring
-    source = torch.cat((mixed, ring.index_select(0, batch.conv_prefix)))
-    ring.index_copy_(0, batch.conv_write, source.index_select(0, batch.conv_keep))
-    return source
 
 
 @dataclass(frozen=True)

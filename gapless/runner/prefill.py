@@ -18,6 +18,7 @@ from tqdm import tqdm
 from gapless.core.sampling_params import MAX_LOGIT_BIAS
 from gapless.core.specs.linear import ShortConvSpec
 from gapless.layers.batch import AttentionBatch, PrefillBatch
+from gapless.ops.causal_conv import SegmentIndices
 from gapless.ops.linear_chunk import ChunkIndices, RoundIndices, kernels_lack, scan_indices
 from gapless.ops.sampling import SamplingMode, packed_logprobs
 from gapless.runner.accept import Verified, accept, draft, sampling_mode
@@ -354,10 +355,12 @@ class PrefillRunner:
             ),
             live=inputs.get("live"),
             chunks=ChunkIndices(CHUNK_LEN, scan_indices(inputs), rounds),
-            conv_prefix=inputs["conv_prefix"],
-            conv_taps=inputs["conv_taps"],
-            conv_keep=inputs["conv_keep"],
-            conv_write=inputs["conv_write"],
+            conv=SegmentIndices(
+                prefix=inputs["conv_prefix"],
+                taps=inputs["conv_taps"],
+                keep=inputs["conv_keep"],
+                write=inputs["conv_write"],
+            ),
         )
 
     def _score(

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from gapless.ops.causal_conv import causal_conv, causal_conv_qkv
+from gapless.ops.causal_conv import SegmentIndices, convolve_segments, convolve_segments_qkv
+from gapless.ops.causal_conv.reference import causal_conv
 
 NUM_ROWS, CHANNELS, WIDTH, TOKENS = 13, 7, 4, 9
 ZERO_ROW = NUM_ROWS - 1
@@ -62,11 +63,16 @@ def test_agrees_with_loop(
 def test_queries_and_keys_are_unit_vectors_of_the_convolution(
     dtype: torch.dtype, rtol: float
 ) -> None:
-    source = torch.randn(NUM_ROWS, 2 * 6 + 5, dtype=torch.float64).to(dtype)
-    taps = torch.randint(0, NUM_ROWS, (WIDTH, TOKENS))
+    inputs, ring = torch.randn(2, TOKENS, 2 * 6 + 5, dtype=torch.float64).to(dtype)
+    taps = torch.randint(0, TOKENS + 3, (WIDTH, TOKENS))
+    indices = SegmentIndices(
+        prefix=torch.tensor([7, 2, 4]), taps=taps, keep=torch.tensor([3]), write=torch.tensor([2])
+    )
     weight = torch.randn(17, WIDTH, dtype=torch.float64).to(dtype)
-    q, k, v = causal_conv_qkv(source, taps, weight, num_heads=2, key_dim=3, l2norm_eps=1e-2)
-    both = causal_conv(source, taps, weight, None, activation="silu")
+    both = convolve_segments(inputs, ring.clone(), indices, weight, None, activation="silu")
+    q, k, v = convolve_segments_qkv(
+        inputs, ring, indices, weight, num_heads=2, key_dim=3, l2norm_eps=1e-2
+    )
     assert torch.equal(v, both[:, 12:])
     for out, raw in ((q, both[:, :6]), (k, both[:, 6:12])):
         assert out.dtype is dtype
@@ -76,12 +82,27 @@ def test_queries_and_keys_are_unit_vectors_of_the_convolution(
         np.testing.assert_allclose(found, wanted, rtol=rtol)
 
 
-def test_equals_conv1d_on_a_sequence() -> None:
+@pytest.mark.parametrize("lengths", [[TOKENS], [1, 2, 6], [5, 3, 1]])
+def test_chunks_equal_conv1d_on_a_sequence(lengths: list[int]) -> None:
+    """The ring is as long as the taps reach, so each chunk overwrites what it reads."""
     x = torch.randn(TOKENS, CHANNELS, dtype=torch.float64)
     weight = torch.randn(CHANNELS, WIDTH, dtype=torch.float64)
-    source = torch.cat([x, torch.zeros(1, CHANNELS, dtype=torch.float64)])
-    positions = torch.arange(TOKENS) - torch.arange(WIDTH - 1, -1, -1)[:, None]
-    taps = torch.where(positions < 0, TOKENS, positions)
-    padded = torch.nn.functional.pad(x.t()[None], (WIDTH - 1, 0))
+    before = WIDTH - 1
+    ring = torch.full((before + 1, CHANNELS), float("nan"), dtype=torch.float64)
+    ring[before] = 0
+    found, start = [], 0
+    for chunk in x.split(lengths):
+        past = torch.arange(start - before, start)
+        kept = torch.arange(max(0, len(chunk) - before), len(chunk))
+        taps = torch.arange(len(chunk)) - torch.arange(before, -1, -1)[:, None]
+        indices = SegmentIndices(
+            prefix=torch.where(past < 0, before, past % before),
+            taps=torch.where(taps < 0, len(chunk) + before + taps, taps),
+            keep=kept,
+            write=(start + kept) % before,
+        )
+        found.append(convolve_segments(chunk, ring, indices, weight, None, activation="none"))
+        start += len(chunk)
+    padded = torch.nn.functional.pad(x.t()[None], (before, 0))
     wanted = torch.nn.functional.conv1d(padded, weight[:, None], groups=CHANNELS)[0].t()
-    torch.testing.assert_close(causal_conv(source, taps, weight, None, activation="none"), wanted)
+    torch.testing.assert_close(torch.cat(found), wanted)

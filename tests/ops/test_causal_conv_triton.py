@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 import torch
 
-from gapless.ops.causal_conv import reference
+from gapless.ops.causal_conv import SegmentIndices, reference
 from gapless.ops.draft_tree import ancestor_bits
 from gapless.ops.step_metadata import Geometry, SlotColumns, StepConstants, window_indices
 from tests.ops.trees import ancestry, random_parents
@@ -38,11 +38,37 @@ def close(out: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
     torch.testing.assert_close(out.double(), wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
+class Segments:
+    """Rows of the inputs and of entries that are written as well; NaN in what nobody reads."""
+
+    def __init__(self, tokens: int, channels: int, dtype: torch.dtype) -> None:
+        # rows of a wider tensor
+        self.inputs = torch.randn(tokens, channels + 5, device=DEVICE).to(dtype)[:, 3:-2]
+        prefix = torch.tensor([4, 9, 0, 2, 7])
+        ring = torch.full((11, channels), float("nan"))
+        ring[prefix] = torch.randn(len(prefix), channels)
+        self.ring = ring.to(dtype).to(DEVICE)
+        self.indices = SegmentIndices(
+            prefix=prefix.to(DEVICE),
+            # as a model's that has a wider convolution than this one
+            taps=torch.randint(0, tokens + len(prefix), (WIDTH + 1, tokens), device=DEVICE),
+            keep=torch.tensor([tokens - 1, tokens + 1, tokens, tokens + 4, 0], device=DEVICE),
+            # the first is the second's source
+            write=torch.tensor([9, 4, 7, 1, 2], device=DEVICE),
+        )
+
+    def copied(self) -> tuple[torch.Tensor, torch.Tensor, SegmentIndices]:
+        return self.inputs, self.ring.clone(), self.indices
+
+    def wide(self) -> tuple[torch.Tensor, torch.Tensor, SegmentIndices]:
+        return self.inputs.double(), self.ring.double(), self.indices
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("channels", [7, 300])
 @pytest.mark.parametrize("tokens", [1, 19])
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
-def test_convolution_agrees_with_float64(
+def test_segments_agree_with_float64_and_the_ring_with_what_is_kept(
     dtype: torch.dtype,
     tolerance: float,
     tokens: int,
@@ -51,16 +77,16 @@ def test_convolution_agrees_with_float64(
 ) -> None:
     from gapless.ops.causal_conv import triton
 
-    # rows of a wider tensor, the last of them in use by nobody
-    source = torch.randn(24, channels + 5, device=DEVICE).to(dtype)[:, 3:-2]
-    source[23] = float("nan")
-    taps = torch.randint(0, 23, (WIDTH, tokens), device=DEVICE)
+    case = Segments(tokens, channels, dtype)
     weight, bias = weights(channels, dtype, has_bias=activation == "none")
-    out = triton.causal_conv(source, taps, weight, bias, activation=activation)
-    wide = [None if t is None else t.double() for t in (source, weight, bias)]
-    wanted = reference.causal_conv(wide[0], taps, wide[1], wide[2], activation=activation)
+    args, wide = case.copied(), case.wide()
+    out = triton.convolve_segments(*args, weight, bias, activation=activation)
+    wanted = reference.convolve_segments(
+        *wide, weight.double(), None if bias is None else bias.double(), activation=activation
+    )
     assert out.dtype is dtype
     close(out, wanted, tolerance)
+    assert torch.equal(args[1].nan_to_num(7.0), wide[1].to(dtype).nan_to_num(7.0))
 
 
 # the half type that the interpreter rounds to stands for both
@@ -75,13 +101,14 @@ def test_heads_are_those_of_the_convolution_normalised(
 
     heads, eps = 3, 1e-2
     size = heads * key_dim
-    source = torch.randn(24, 2 * size + value_size + 5, device=DEVICE).to(dtype)[:, 3:-2]
-    taps = torch.randint(0, 24, (WIDTH, tokens), device=DEVICE)
-    weight, _ = weights(source.shape[1], dtype, has_bias=False)
-    out = triton.causal_conv_qkv(
-        source, taps, weight, num_heads=heads, key_dim=key_dim, l2norm_eps=eps
+    case = Segments(tokens, 2 * size + value_size, dtype)
+    weight, _ = weights(2 * size + value_size, dtype, has_bias=False)
+    args, others = case.copied(), case.copied()
+    out = triton.convolve_segments_qkv(
+        *args, weight, num_heads=heads, key_dim=key_dim, l2norm_eps=eps
     )
-    raw = triton.causal_conv(source, taps, weight, None, activation="silu")
+    raw = triton.convolve_segments(*others, weight, None, activation="silu")
+    assert torch.equal(args[1].nan_to_num(7.0), others[1].nan_to_num(7.0))
     parts = raw.split([size, size, value_size], 1)
     assert all(x.is_contiguous() and x.dtype is dtype for x in out)
     assert torch.equal(out[2], parts[2])

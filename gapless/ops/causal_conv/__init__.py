@@ -9,58 +9,65 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from gapless.ops.causal_conv import reference
+from gapless.ops.causal_conv.reference import SegmentIndices
 from gapless.ops.fallback import log_fallback
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["causal_conv", "causal_conv_qkv", "convolve_window"]
+__all__ = ["SegmentIndices", "convolve_segments", "convolve_segments_qkv", "convolve_window"]
 
 
-def causal_conv(
-    source: Tensor,  # [N, C]
-    taps: Tensor,  # [width, T] int64 rows of source, the token's own last
+def convolve_segments(
+    inputs: Tensor,  # [T, C], rows may be strided
+    ring: Tensor,  # [entries, C], written
+    indices: SegmentIndices,
     weight: Tensor,  # [C, width]
     bias: Tensor | None,  # [C]
     *,
     activation: Literal["silu", "none"],
-) -> Tensor:  # [T, C] in source's dtype
-    """Return act(sum_w weight[:, w] source[taps[w]] + bias). Contract: `reference.causal_conv`."""
-    if source.is_cuda:
+) -> Tensor:  # [T, C] in ring's dtype
+    """Convolve a chunk's inputs and keep some. Contract: `reference.convolve_segments`."""
+    if ring.is_cuda:
         from gapless.ops.causal_conv import triton
 
-        reason = triton.unsupported(source)
+        reason = triton.unsupported(ring)
         if reason is None:
-            return triton.causal_conv(source, taps, weight, bias, activation=activation)
+            return triton.convolve_segments(
+                inputs, ring, indices, weight, bias, activation=activation
+            )
         log_fallback("short convolution runs", reason)
-    return reference.causal_conv(source, taps, weight, bias, activation=activation)
+    return reference.convolve_segments(inputs, ring, indices, weight, bias, activation=activation)
 
 
-def causal_conv_qkv(
-    source: Tensor,  # [N, C]: all q, all k, all v
-    taps: Tensor,  # [width, T] int64 rows of source, the token's own last
+def convolve_segments_qkv(
+    inputs: Tensor,  # [T, C]: all q, all k, all v; rows may be strided
+    ring: Tensor,  # [entries, C], written
+    indices: SegmentIndices,
     weight: Tensor,  # [C, width]
     *,
     num_heads: int,  # H, of q as of k
     key_dim: int,
     l2norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # [T, H * K] twice, and [T, the rest of C]
-    """Return q, k and v convolved, the former two normalised by head.
+    """Do the same and return q, k and v, the former two normalised by head.
 
-    Contract: `reference.causal_conv_qkv`. What the kernel returns is contiguous.
+    Contract: `reference.convolve_segments_qkv`. What the kernel returns is contiguous.
     """
-    if source.is_cuda:
+    if ring.is_cuda:
         from gapless.ops.causal_conv import triton
 
-        reason = triton.unsupported(source)
+        reason = triton.unsupported(ring)
         if reason is None:
-            return triton.causal_conv_qkv(
-                source, taps, weight, num_heads=num_heads, key_dim=key_dim, l2norm_eps=l2norm_eps
-            )
+            return triton.convolve_segments_qkv(
+                inputs, ring, indices, weight,
+                num_heads=num_heads, key_dim=key_dim, l2norm_eps=l2norm_eps,
+            )  # fmt: skip
         log_fallback("short convolution runs", reason)
-    return reference.causal_conv_qkv(
-        source, taps, weight, num_heads=num_heads, key_dim=key_dim, l2norm_eps=l2norm_eps
-    )
+    return reference.convolve_segments_qkv(
+        inputs, ring, indices, weight,
+        num_heads=num_heads, key_dim=key_dim, l2norm_eps=l2norm_eps,
+    )  # fmt: skip
 
 
 def convolve_window(

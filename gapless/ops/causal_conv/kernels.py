@@ -32,12 +32,20 @@ def _weights(weight, i_first, C: tl.constexpr, WIDTH: tl.constexpr, BLOCK_C: tl.
 
 
 @triton.jit
+def _rows(inputs, past, b_row, num_tokens, stride_input, C: tl.constexpr):
+    """Return pointers to rows of the inputs, or of the past that follows them."""
+    b_past = past + (b_row - num_tokens) * C
+    return tl.where(b_row < num_tokens, inputs + b_row * stride_input, b_past)
+
+
+@triton.jit
 def _tap_sums(
-    source,
+    inputs,
+    past,
     taps,
     weight,
     num_tokens,
-    stride_source,
+    stride_input,
     o_t,
     i_first,
     m_c,
@@ -53,7 +61,8 @@ def _tap_sums(
     b_sum = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
     for i_tap in tl.static_range(WIDTH):
         b_tap = tl.load(taps + i_tap * num_tokens + o_t, mask=m_t, other=0)
-        p_x = source + b_tap[:, None] * stride_source + o_c[None, :]
+        p_row = _rows(inputs, past, b_tap, num_tokens, stride_input, C)
+        p_x = p_row[:, None] + o_c[None, :]
         b_x = tl.load(p_x, mask=m_t[:, None] & m_c[None, :], other=0.0).to(tl.float32)
         b_sum += b_x * b_weights[i_tap][None, :]
     return b_sum
@@ -61,14 +70,15 @@ def _tap_sums(
 
 # any number of tokens is served by one compiled kernel
 @triton.jit(do_not_specialize=["num_tokens"])
-def _causal_conv_kernel(
-    source,
+def _convolve_segments_kernel(
+    inputs,
+    past,
     taps,
     weight,
     bias,
     out,
     num_tokens,
-    stride_source,
+    stride_input,
     C: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -84,7 +94,7 @@ def _causal_conv_kernel(
     o_c = i_first + tl.arange(0, BLOCK_C)
     m_c = o_c < C
     b_sum = _tap_sums(
-        source, taps, weight, num_tokens, stride_source, o_t, i_first, m_c,
+        inputs, past, taps, weight, num_tokens, stride_input, o_t, i_first, m_c,
         C, WIDTH, BLOCK_T, BLOCK_C,
     )  # fmt: skip
     if HAS_BIAS:
@@ -97,8 +107,9 @@ def _causal_conv_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _causal_conv_qkv_kernel(
-    source,
+def _convolve_segments_qkv_kernel(
+    inputs,
+    past,
     taps,
     weight,
     q,
@@ -106,7 +117,7 @@ def _causal_conv_qkv_kernel(
     v,
     eps,
     num_tokens,
-    stride_source,
+    stride_input,
     H: tl.constexpr,
     K: tl.constexpr,
     V_SIZE: tl.constexpr,
@@ -124,7 +135,7 @@ def _causal_conv_qkv_kernel(
     o_c = tl.arange(0, BLOCK_C)
     m_c = o_c < tl.where(is_key, K, V_SIZE - i_value)
     b_sum = _tap_sums(
-        source, taps, weight, num_tokens, stride_source, o_t,
+        inputs, past, taps, weight, num_tokens, stride_input, o_t,
         tl.where(is_key, i_part * K, 2 * H * K + i_value), m_c,
         2 * H * K + V_SIZE, WIDTH, BLOCK_T, BLOCK_C,
     )  # fmt: skip
@@ -138,6 +149,28 @@ def _causal_conv_qkv_kernel(
         tl.store(p_out, b_x.to(v.dtype.element_ty), mask=mask)
     else:
         tl.store(v + o_row * V_SIZE + i_value + o_c[None, :], b_out, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _keep_rows_kernel(
+    inputs,
+    past,
+    keep,
+    ring,
+    write,
+    num_tokens,
+    stride_input,
+    C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """A program owns some channels of one row. What it reads is no entry of the ring."""
+    await_inputs(CHAINED)
+    o_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    i_row = tl.program_id(1)
+    p_row = _rows(inputs, past, tl.load(keep + i_row), num_tokens, stride_input, C)
+    b_x = tl.load(p_row + o_c, mask=o_c < C)
+    tl.store(ring + tl.load(write + i_row) * C + o_c, b_x, mask=o_c < C)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SegmentIndices:
+    """Where the segments of a chunk find what came before them, and leave what comes after.
+
+    Rows are those of the chunk's inputs, T in all, then those of the prefix.
+    """
+
+    prefix: Tensor  # [P] int64 entries of the ring, as it is before any row is kept
+    taps: Tensor  # [at least width, T] int64 rows: of the widest convolution, a token's own last
+    keep: Tensor  # [N] int64 rows that outlive the chunk: in a slot's ring, in a tail
+    write: Tensor  # [N] int64 entries that they go to; rows that share one are the same
 
 
 def causal_conv(
@@ -34,21 +48,38 @@ def causal_conv(
     return out.to(source.dtype)
 
 
-def causal_conv_qkv(
-    source: Tensor,  # [N, C]: all q, all k, all v
-    taps: Tensor,  # [width, T] int64 rows of source, the token's own last
+def convolve_segments(
+    inputs: Tensor,  # [T, C]
+    ring: Tensor,  # [entries, C], written
+    indices: SegmentIndices,
+    weight: Tensor,  # [C, width]
+    bias: Tensor | None,  # [C]
+    *,
+    activation: Literal["silu", "none"],
+) -> Tensor:  # [T, C] in ring's dtype
+    """Return `causal_conv` over a chunk's inputs and its prefix, and keep rows in the ring."""
+    source = torch.cat((inputs, ring.index_select(0, indices.prefix)))
+    ring.index_copy_(0, indices.write, source.index_select(0, indices.keep))
+    taps = indices.taps[-weight.shape[1] :]
+    return causal_conv(source, taps, weight, bias, activation=activation)
+
+
+def convolve_segments_qkv(
+    inputs: Tensor,  # [T, C]: all q, all k, all v
+    ring: Tensor,  # [entries, C], written
+    indices: SegmentIndices,
     weight: Tensor,  # [C, width]
     *,
     num_heads: int,  # H, of q as of k
     key_dim: int,
     l2norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # [T, H * K] twice, and [T, the rest of C]
-    """Return `causal_conv` with SiLU taken apart, q and k normalised by head.
+    """Return `convolve_segments` with SiLU taken apart, q and k normalised by head.
 
-    That is x * rsqrt(sum(x^2) + eps) of what the convolution gives in source's dtype, in which it
-    is rounded once more.
+    That is x * rsqrt(sum(x^2) + eps) of what the convolution gives in ring's dtype, in which it is
+    rounded once more.
     """
-    out = causal_conv(source, taps, weight, None, activation="silu")
+    out = convolve_segments(inputs, ring, indices, weight, None, activation="silu")
     size = num_heads * key_dim
     q, k, v = out.split([size, size, out.shape[1] - 2 * size], dim=1)
     return _normalised(q, key_dim, l2norm_eps), _normalised(k, key_dim, l2norm_eps), v
