@@ -63,7 +63,7 @@ CLASSES = (
     (
         "linear state",
         (
-            "_token_kernel",
+            "_token",
             "_channel",
             "_window_scores",
             "_window_stream",

@@ -172,6 +172,7 @@ def _window_stream_kernel(
     mixed = tl.load(record + RING + NP * XP + (o_x * XP)[:, None] + o_c[None, :])
     column = tl.load(record + o_x)
     zeros = tl.zeros([BV, XP], tl.float32)
+    # every other part has sums of its own; in wide windows those would take too many registers
     even, odd = (zeros, zeros, zeros), (zeros, zeros, zeros)
     for c in tl.static_range(K // KB):
         if IS_PER_CHANNEL:
@@ -180,7 +181,7 @@ def _window_stream_kernel(
             vectors *= tl.load(record + XP * (1 + K) + o_c)[None, :]
         else:
             vectors = x[c].to(tl.float32)
-        if c % 2 == 0:
+        if c % 2 == 0 or HALF > 4:
             even = _read(tiles[c], vectors, even, PAIR, SPLIT_STATE, SPLIT_X)
         else:
             odd = _read(tiles[c], vectors, odd, PAIR, SPLIT_STATE, SPLIT_X)
