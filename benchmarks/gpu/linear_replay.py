@@ -556,24 +556,23 @@ def _peer_rows(device: torch.device) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-# stream settings of one token per row bucket: block_v, warps
-STREAMS = (
-    ((8, 1), (16, 2), (32, 4)),
-    ((16, 1), (32, 1), (64, 4)),
-    ((16, 1), (32, 1), (64, 2)),
-)
+# settings of one token: block_v, warps; and warps of the weights kernel, 0 for one launch
+STREAMS = ((16, 1), (32, 1), (32, 2), (64, 4))
+WEIGHTS = {GDN: (0, 1), KDA: (1, 4), MAMBA2: (0,)}
 
 
 def candidates(case: Case, rows: int) -> list[Launch]:
     """Return the settings that are tried, the pinned ones first."""
     found = [case.launch(rows)]
     if case.width == 1:
-        streams = STREAMS[sum(rows > size for size in SIZES[:-1])]
-        found += [Launch(*stream, weights) for stream in streams for weights in (1, 4)]
+        weights = (
+            (0,) if case.kernel == "packed" and case.recurrence is GDN else WEIGHTS[case.recurrence]
+        )
+        found += [Launch(*stream, warps) for stream, warps in product(STREAMS, weights)]
     else:
         found += [Launch(bv, warps) for bv, warps in ((16, 1), (32, 1), (32, 2), (64, 2))]
         found += [Launch(16, 1, warps) for warps in (2, 4)]
-        found.append(Launch(16, 1, max_registers=128))
+        found += [Launch(16, 1, max_registers=128, heads=heads) for heads in (1, 2)]
     if case.recurrence is KDA:
         found += [replace(found[0], group=group) for group in (2, 4, 8, 16)]
     return list(dict.fromkeys(found))

@@ -90,7 +90,7 @@ def replay_window(
     ancestors: Tensor | None = None,  # [B, W] int64 bits
     launch: Launch | None = None,
 ) -> Tensor:  # [B, W, HV, V] in q's dtype
-    """Run one window as `reference.replay_window` does; two launches, no sync.
+    """Run one window as `reference.replay_window` does; one launch or two, no sync.
 
     Arguments may be views whose last two axes are contiguous; others are copied. `launch` defaults
     to the tuned one. Sums of one token are fp32; those of a wider window have 21 bits or more on
