@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 # a worker per core, each of one thread and about 1 GB; the slowest tests are listed at the end
 TEST_WORKERS ?= auto
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --maxprocesses 8 --dist worksteal --durations 15
-# seconds that a whole test run may take: `test` took 640 with two cores
+# seconds that a whole test run may take: `test` took 220 to 640 with two cores
 TEST_LIMIT ?= 2700
 TEST_ALL_LIMIT ?= 7200
 
