@@ -29,12 +29,13 @@ from gapless.core.plan import (
 )
 from gapless.core.request import FinishReason, Request, Status
 from gapless.core.sampling_params import MAX_STOP_IDS
+from gapless.scheduler.decode_rows import DecodeRows
 from gapless.scheduler.limits import reason_to_end, reason_to_refuse
 from gapless.scheduler.prompt_logprobs import PromptLogprobs
-from gapless.scheduler.unread import RUN_AHEAD, UnreadSteps
+from gapless.scheduler.unread import UnreadSteps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     import numpy as np
 
@@ -58,13 +59,10 @@ class Scheduler:
         # each that runs, the row that stands for it in every batch until it gives up its slot
         self._running: dict[Request, DecodeRow] = {}
         self._waiting: deque[Request] = deque()
-        # rows of each step until a request comes, goes or nears its limit, which most do not; and
-        # requests of theirs that have outgrown their pages
-        self._kept_rows: tuple[DecodeRow, ...] | None = None
-        self._outgrown: list[Request] = []
         # those among both that a grammar constrains
         self._constrained: set[Request] = set()
         self._unread = UnreadSteps()
+        self._rows = DecodeRows(self._running, self._constrained, self._unread)
         # for the next plan: what slots that were given up must save, what admissions copy
         self._saves: list[SlotSave] = []
         self._page_copies: list[PageCopy] = []
@@ -143,7 +141,7 @@ class Scheduler:
         self._cache.prefix.begin_step()
         page_entries = self._grow_decode_rows()
         prefill = tuple(self._cut_segments())
-        rows = self._decode_rows(prefill)
+        rows = self._rows.next_rows(prefill)
         awaits_stores = False
         if not prefill and not rows:
             if self._unread or not self._requests:
@@ -175,15 +173,14 @@ class Scheduler:
         one are kept. A prompt's log-probabilities come with the request's first token.
         """
         self._unread.read(plan)
-        if self._outgrown:
-            # of two steps read at once, they would not be in order
-            self._kept_rows = None
+        self._rows.begin_commit()
         self._cache.prefix.end_stores(result.num_stored)
         self._prompt_logprobs.collect(plan, result)
         for segment in plan.prefill:
             segment.request.checkpoint_len = segment.end
         news = self._take_first_tokens(plan, result)
         self._take_windows(plan, result, news)
+        self._rows.end_commit(plan)
         return list(news.values())
 
     def _take_first_tokens(self, plan: StepPlan, result: StepResult) -> dict[Request, Delta]:
@@ -292,37 +289,10 @@ class Scheduler:
         for request, row in self._running.items():
             assert row == DecodeRow(request, request.slot), f"{request} is not in its row"
 
-    def _decode_rows(self, prefill: Sequence[PrefillSegment] = ()) -> tuple[DecodeRow, ...]:
-        """Rows of requests that decode, but for those which the host knows to be done by then.
-
-        A constrained one sits out the step that samples its first token.
-        """
-        if self._kept_rows is not None and not prefill:
-            return self._kept_rows
-        decode, promised = Status.DECODE, self._unread.promised_tokens()
-        promised.update(segment.request for segment in prefill if segment.is_last)
-        rows = tuple(
-            row
-            for request, row in self._running.items()
-            if request.status is decode
-            and len(request.token_ids) + (ahead := promised[request]) < request.limit_len
-            and not (ahead and request in self._constrained)
-        )
-        # each unread step promises a row one token, but for the one that has its prefill
-        nears_end = (
-            len(row.request.token_ids) + RUN_AHEAD >= row.request.limit_len for row in rows
-        )
-        self._kept_rows = None if prefill or any(nears_end) else rows
-        return rows
-
     def _grow_decode_rows(self) -> tuple[PageEntry, ...]:
         # oldest first, and it is the newest that yields: the oldest always gets on
-        outgrown, self._outgrown = self._outgrown, []
-        if self._kept_rows is None:
-            requests = (row.request for row in self._decode_rows())
-            outgrown = [r for r in requests if r.committed_len > r.covered_len]
         entries: list[PageEntry] = []
-        for request in outgrown:
+        for request in self._rows.take_outgrown():
             if request in self._running:
                 entries += self._grow(request)
         return tuple(entries)
@@ -429,10 +399,6 @@ class Scheduler:
             request.committed_len = new_len - 1
         else:
             self._append_one_by_one(request, tokens)
-        if new_len + RUN_AHEAD >= request.limit_len:
-            self._kept_rows = None
-        elif request.committed_len > request.covered_len:
-            self._outgrown.append(request)
 
     def _append_one_by_one(self, request: Request, tokens: tuple[int, ...]) -> None:
         for token in tokens:
@@ -461,7 +427,7 @@ class Scheduler:
     def _release(self, request: Request, kept_len: int) -> None:
         """Take all back, and cache the first `kept_len` tokens with their state."""
         del self._running[request]
-        self._kept_rows = None
+        self._rows.forget()
         save = self._cache.release(request, kept_len)
         if save is not None:
             self._saves.append(save)

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gapless.scheduler.scheduler import Scheduler
+from gapless.scheduler.decode_rows import DecodeRows
 from tests.scheduler.driver import run_program
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gapless.core.plan import DecodeRow, PageEntry, PrefillSegment
+    from gapless.core.plan import DecodeRow, PrefillSegment
+    from gapless.core.request import Request
 
 
 def run_programs(window: int) -> None:
@@ -23,30 +24,31 @@ def run_programs(window: int) -> None:
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Check whatever is kept; of each step that keeps rows, how many requests have outgrown."""
-    find, grow = Scheduler._decode_rows, Scheduler._grow_decode_rows
+    find, take = DecodeRows.next_rows, DecodeRows.take_outgrown
     steps: list[int] = []
 
     def checked_rows(
-        self: Scheduler, prefill: Sequence[PrefillSegment] = ()
+        self: DecodeRows, prefill: Sequence[PrefillSegment] = ()
     ) -> tuple[DecodeRow, ...]:
-        rows = self._kept_rows
+        rows = self._kept
         if rows is not None and not prefill:
-            self._kept_rows = None
+            self._kept = None
             assert find(self) == rows, "rows were kept too long"
-            self._kept_rows = rows
+            self._kept = rows
         return find(self, prefill)
 
-    def checked_growth(self: Scheduler) -> tuple[PageEntry, ...]:
-        if self._kept_rows is not None:
-            requests = [row.request for row in self._kept_rows]
+    def checked_outgrown(self: DecodeRows) -> list[Request]:
+        kept, outgrown = self._kept, take(self)
+        if kept is not None:
+            requests = [row.request for row in kept]
             wanted = [r for r in requests if r.committed_len > r.covered_len]
-            outgrown = [request for request in self._outgrown if request in self._running]
-            assert outgrown == wanted, "pages are missing, or the oldest is not the first"
+            outgrown_rows = [request for request in outgrown if request in self._running]
+            assert outgrown_rows == wanted, "pages are missing, or the oldest is not the first"
             steps.append(len(wanted))
-        return grow(self)
+        return outgrown
 
-    monkeypatch.setattr(Scheduler, "_decode_rows", checked_rows)
-    monkeypatch.setattr(Scheduler, "_grow_decode_rows", checked_growth)
+    monkeypatch.setattr(DecodeRows, "next_rows", checked_rows)
+    monkeypatch.setattr(DecodeRows, "take_outgrown", checked_outgrown)
     return steps
 
 
@@ -62,6 +64,6 @@ def test_what_is_kept_is_what_would_be_found(window: int, kept: list[int]) -> No
 def test_a_row_that_nears_its_limit_is_looked_at(
     window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gapless.scheduler.scheduler.RUN_AHEAD", 0)
+    monkeypatch.setattr("gapless.scheduler.decode_rows.RUN_AHEAD", 0)
     with pytest.raises(AssertionError, match="kept too long"):
         run_programs(window)
