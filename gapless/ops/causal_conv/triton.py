@@ -40,13 +40,11 @@ def convolve_segments(
     activation: Literal["silu", "none"],
 ) -> Tensor:
     """See `reference.convolve_segments`."""
-    past = _keep(inputs, ring, indices)
-    taps = indices.taps[-weight.shape[1] :]
-    _assert_contiguous(weight, taps)
+    past, taps = _keep(inputs, ring, indices, weight)
     width, num_tokens = taps.shape
     channels = ring.shape[1]
     out = torch.empty(num_tokens, channels, dtype=ring.dtype, device=ring.device)
-    block_c = min(BLOCK_CHANNELS, triton.next_power_of_2(channels))
+    block_c = _block_channels(channels)
     grid = (triton.cdiv(channels, block_c), triton.cdiv(num_tokens, BLOCK_TOKENS))
     _convolve_segments_kernel[grid](
         inputs,
@@ -80,9 +78,7 @@ def convolve_segments_qkv(
     l2norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.convolve_segments_qkv`; each is contiguous."""
-    past = _keep(inputs, ring, indices)
-    taps = indices.taps[-weight.shape[1] :]
-    _assert_contiguous(weight, taps)
+    past, taps = _keep(inputs, ring, indices, weight)
     width, num_tokens = taps.shape
     key_size = num_heads * key_dim
     value_size = ring.shape[1] - 2 * key_size
@@ -116,16 +112,17 @@ def convolve_segments_qkv(
     return q, k, v
 
 
-def _keep(inputs: Tensor, ring: Tensor, indices: SegmentIndices) -> Tensor:  # [P, C]
-    """Put the rows that outlive the chunk into the ring, and return the prefix."""
-    assert inputs.stride(1) == 1, "channels are contiguous"
-    assert inputs.dtype == ring.dtype, f"{inputs.dtype} into a ring of {ring.dtype}"
-    _assert_contiguous(ring, indices.keep, indices.write)
+def _keep(
+    inputs: Tensor, ring: Tensor, indices: SegmentIndices, weight: Tensor
+) -> tuple[Tensor, Tensor]:  # [P, C], [width, T]
+    """Put the rows that outlive the chunk into the ring; return the prefix and the taps."""
+    taps = indices.taps[-weight.shape[1] :]
+    _check(inputs, ring, indices.keep, indices.write, weight, taps)
     # a copy: an entry that is written is another row's source, and that of taps
     past = ring.index_select(0, indices.prefix)
     num_tokens, channels = inputs.shape
-    assert num_tokens == indices.taps.shape[1], "the prefix follows the tokens that have taps"
-    block_c = min(BLOCK_CHANNELS, triton.next_power_of_2(channels))
+    assert num_tokens == taps.shape[1], "the prefix follows the tokens that have taps"
+    block_c = _block_channels(channels)
     _keep_rows_kernel[triton.cdiv(channels, block_c), len(indices.keep)](
         inputs,
         past,
@@ -139,7 +136,7 @@ def _keep(inputs: Tensor, ring: Tensor, indices: SegmentIndices) -> Tensor:  # [
         num_warps=1,
         **chained(inputs),
     )
-    return past
+    return past, taps
 
 
 def convolve_window(
@@ -154,15 +151,13 @@ def convolve_window(
     activation: Literal["silu", "none"],
 ) -> Tensor:
     """See `reference.convolve_window`. Each token's last tap is the token itself."""
-    assert inputs.stride(1) == 1, "channels are contiguous"
-    _assert_contiguous(ring, write, weight, taps)
-    assert inputs.dtype == ring.dtype, f"{inputs.dtype} into a ring of {ring.dtype}"
+    _check(inputs, ring, write, weight, taps)
     width, num_tokens = taps.shape
     window, rest = divmod(num_tokens, num_rows)
     assert rest == 0, "every row has a window of the same length"
     channels = ring.shape[1]
     out = torch.empty(num_tokens, channels, dtype=ring.dtype, device=ring.device)
-    block_c = min(BLOCK_CHANNELS, triton.next_power_of_2(channels))
+    block_c = _block_channels(channels)
     _convolve_window_kernel[triton.cdiv(channels, block_c), num_rows](
         inputs,
         ring,
@@ -185,7 +180,14 @@ def convolve_window(
     return out
 
 
-def _assert_contiguous(*tensors: Tensor) -> None:
-    assert all(tensor.is_contiguous() for tensor in tensors), (
+def _block_channels(channels: int) -> int:
+    block: int = triton.next_power_of_2(channels)
+    return min(BLOCK_CHANNELS, block)
+
+
+def _check(inputs: Tensor, ring: Tensor, *tensors: Tensor) -> None:
+    assert inputs.stride(1) == 1, "channels are contiguous"
+    assert inputs.dtype == ring.dtype, f"{inputs.dtype} into a ring of {ring.dtype}"
+    assert all(tensor.is_contiguous() for tensor in (ring, *tensors)), (
         "ring, weight and indices are contiguous"
     )

@@ -135,7 +135,7 @@ def _run_token(
     block_v = min(launch.block_v, value_dim)
     tensors = (q, k, v, q if beta is None else beta, log_decay)
     settings = record.settings(memory)
-    del settings["SIZE"], settings["IS_PER_CHANNEL"]
+    del settings["SIZE"]
     _token_kernel[value_heads * (value_dim // block_v), rows](
         *tensors, out, memory.checkpoint, memory.d_ring, memory.k_ring, memory.g_ring,
         indices.order, *_places(indices), indices.read_rows, indices.fold_rows,
@@ -165,7 +165,6 @@ def _run_shared_token(
     record = _Record(1, indices.ring_read.shape[1], key_dim, is_per_channel=is_per_channel)
     records = torch.empty((rows, value_heads, record.size), dtype=torch.float32, device=q.device)
     settings = record.settings(memory) | {"HAS_NORM": l2norm_eps is not None}
-    weights = {name: x for name, x in settings.items() if name != "IS_PER_CHANNEL"}
     places, zero_entry = _places(indices), memory.d_ring.shape[0] - 1
     eps = 0.0 if l2norm_eps is None else l2norm_eps
     tensors = (q, k, beta, log_decay)
@@ -173,14 +172,14 @@ def _run_shared_token(
     scalars = (*(x.stride(0) for x in tensors), zero_entry, scale, eps)
     if is_per_channel:
         _channel_token_kernel[value_heads, rows, 2](
-            *tensors, *rings, *places, *scalars, **weights,
+            *tensors, *rings, *places, *scalars, **settings,
             GROUP=min(record.entries, launch.group),
             num_warps=launch.weights_warps, **chained(q),
         )  # fmt: skip
     else:
         heads = math.gcd(value_heads // key_heads, launch.heads)
         _token_weights_kernel[value_heads // heads, rows](
-            *tensors, *rings, *places[:2], *scalars, **weights,
+            *tensors, *rings, *places[:2], *scalars, **settings,
             KB=min(32, key_dim), HEADS=heads, num_warps=launch.weights_warps, **chained(q),
         )  # fmt: skip
     out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
@@ -188,7 +187,7 @@ def _run_shared_token(
     _token_stream_kernel[value_heads * (value_dim // block_v), rows](
         records, v, out, memory.checkpoint, memory.d_ring, memory.k_ring, memory.g_ring,
         indices.order, *places, indices.read_rows, indices.fold_rows, v.stride(0), zero_entry, eps,
-        **settings | _tile(memory, block_v),
+        **settings | _tile(memory, block_v), IS_PER_CHANNEL=is_per_channel,
         num_warps=launch.num_warps, maxnreg=launch.max_registers, **chained(q),
     )  # fmt: skip
     return out
@@ -220,7 +219,6 @@ def _run_window(
     )  # fmt: skip
     strides = [stride for x in tensors for stride in x.stride()[:2]]
     weights = settings | {"HAS_TREE": ancestors is not None, "HAS_NORM": l2norm_eps is not None}
-    del weights["IS_PER_CHANNEL"]
     if is_per_channel:
         _channel_window_kernel[value_heads, rows, 3](
             *arguments, *places, *strides, zero_entry, scale, eps, **weights, GROUP=launch.group,
@@ -244,7 +242,7 @@ def _run_window(
         records, q, k, v, out, memory.checkpoint, memory.d_ring, memory.k_ring, memory.g_ring,
         *places, indices.read_rows, indices.fold_rows,
         *(stride for x in (q, k, v) for stride in x.stride()[:2]), zero_entry,
-        **settings, V=value_dim, BV=block_v,
+        **settings, V=value_dim, BV=block_v, IS_PER_CHANNEL=is_per_channel,
         # in one warp four threads read a row of a tile, each 16 bytes of what is widest
         KB=16 if is_one_warp and (is_wide or is_wide_state) else 32,
         PAIR=0 if not is_one_warp else 1 if is_wide and is_wide_state else 2,
@@ -298,17 +296,16 @@ def materialize(
     if record.is_per_channel:
         size = (rows, value_heads, record.size)
         records = torch.empty(size, dtype=torch.float32, device=ring_read.device)
-        weights = {name: x for name, x in settings.items() if name != "IS_PER_CHANNEL"}
         # sums run over a program's threads
         _fold_weights_kernel[value_heads, rows](
             records, memory.k_ring, memory.g_ring, ring_read, mask, eps,
-            **weights, num_warps=1, **chained(ring_read),
+            **settings, num_warps=1, **chained(ring_read),
         )  # fmt: skip
     block_v = min(MATERIALIZE.block_v, value_dim)
     _fold_stream_kernel[value_heads * (value_dim // block_v), rows](
         records, memory.checkpoint, memory.d_ring, memory.k_ring, memory.g_ring, ring_read, mask,
         read_rows, out_rows, eps, **settings | _tile(memory, block_v),
-        num_warps=MATERIALIZE.num_warps, **chained(ring_read),
+        IS_PER_CHANNEL=record.is_per_channel, num_warps=MATERIALIZE.num_warps, **chained(ring_read),
     )  # fmt: skip
 
 
@@ -360,7 +357,6 @@ class _Record:
             "HV": memory.checkpoint.shape[1],
             "K": self.key_dim,
             "SIZE": self.size,
-            "IS_PER_CHANNEL": self.is_per_channel,
         }
 
 
