@@ -21,6 +21,7 @@ from gapless.ops.linear_replay.channel_weights_kernels import (
     _channel_window_kernel,
 )
 from gapless.ops.linear_replay.fold_kernels import _fold_stream_kernel, _fold_weights_kernel
+from gapless.ops.linear_replay.resident import can_reside, run_resident
 from gapless.ops.linear_replay.token_kernel import _token_kernel
 from gapless.ops.linear_replay.token_stream_kernel import _token_stream_kernel
 from gapless.ops.linear_replay.token_weights_kernel import _token_weights_kernel
@@ -100,10 +101,14 @@ def replay_window(
     reason = unsupported_window(width, num_replayed, memory, recurrence, l2norm_eps)
     assert reason is None, reason
     _assert_contiguous(memory)
+    is_tuned = launch is None
     launch = launch or launch_of(width, num_replayed, rows=len(q), recurrence=recurrence)
     q, k, v, log_decay = (_inner_contiguous(x, 2) for x in (q, k, v, log_decay))
     inputs = (q, k, v, beta if beta is None else _inner_contiguous(beta, 1), log_decay)
     if width == 1:
+        if is_tuned and beta is not None and can_reside(len(q), num_replayed, q, log_decay, memory):
+            tensors = (q, k, v, inputs[3], log_decay)
+            return run_resident(tensors, memory, indices, l2norm_eps=l2norm_eps, scale=scale)
         is_shared = _has_records(recurrence, num_replayed, launch)
         run = _run_shared_token if is_shared else _run_token
         return run(inputs, memory, indices, launch, l2norm_eps=l2norm_eps, scale=scale)

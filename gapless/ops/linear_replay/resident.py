@@ -1,0 +1,87 @@
+"""When one token of many rows takes the resident kernel, and how it is launched."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from gapless.ops.chaining import chained
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gapless.ops.linear_replay.reference import ReplayIndices, ReplayMemory
+
+# below, an item for each program is too little to have several on their way
+LEAST_ROWS = 8
+MOST_ENTRIES = 16
+DIM = 128  # K and V
+STAGES = 3
+
+
+def can_reside(
+    rows: int, num_replayed: int, q: Tensor, log_decay: Tensor, memory: ReplayMemory
+) -> bool:
+    """Whether the resident kernel serves a delta rule's token: rows enough, bfloat16 keys and fp32
+    states of 128 x 128, one decay per head, on a Hopper GPU."""
+    return (
+        rows >= LEAST_ROWS
+        and 1 < num_replayed <= MOST_ENTRIES
+        and log_decay.shape[3] == 1
+        and q.dtype is memory.k_ring.dtype is torch.bfloat16
+        and memory.checkpoint.dtype is torch.float32
+        and memory.checkpoint.shape[2:] == (DIM, DIM)
+        and _is_hopper(q.device)
+    )
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device)[0] == 9
+    )
+
+
+def run_resident(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],  # q, k, v, beta, log_decay
+    memory: ReplayMemory,
+    indices: ReplayIndices,
+    *,
+    l2norm_eps: float | None,
+    scale: float,
+    num_programs: int | None = None,  # one for each multiprocessor
+) -> Tensor:
+    """Run windows of one token as `replay_window` does, where `can_reside`; one launch."""
+    # Gluon is loaded where it is used
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from gapless.ops.linear_replay.resident_kernel import _resident_kernel
+
+    q, _, v, _, _ = inputs
+    rows, _, value_heads, value_dim = v.shape
+    key_heads, key_dim = q.shape[2:]
+    if num_programs is None:
+        num_programs = torch.cuda.get_device_properties(q.device).multi_processor_count
+    states = TensorDescriptor.from_tensor(
+        memory.checkpoint.view(-1, key_dim),
+        [value_dim // 2, key_dim],
+        NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2),
+    )
+    out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+    num_items = rows * value_heads
+    _resident_kernel[(min(num_programs, num_items),)](
+        *inputs, out, states, memory.checkpoint, memory.d_ring, memory.k_ring, memory.g_ring,
+        indices.order, indices.ring_read.contiguous(), indices.ring_write.contiguous(),
+        indices.fold_mask.contiguous().view(torch.uint8), indices.read_rows, indices.fold_rows,
+        *(x.stride(0) for x in inputs), memory.d_ring.shape[0] - 1, num_items, scale,
+        0.0 if l2norm_eps is None else l2norm_eps,
+        N=indices.ring_read.shape[1], NP=MOST_ENTRIES, H=key_heads, HV=value_heads,
+        K=key_dim, V=value_dim, STAGES=STAGES, HAS_NORM=l2norm_eps is not None,
+        num_warps=4, **chained(q),
+    )  # fmt: skip
+    return out
