@@ -1,7 +1,7 @@
 """The replay window and materialize on a GPU: right first, then how fast.
 
-    python -m benchmarks.gpu.linear_replay [--check] [--quick] [--measure] [--sweep] [--dump]
-        [--output figures.json]
+    python -m benchmarks.gpu.linear_replay [--check] [--quick] [--measure] [--sweep] [--resident]
+        [--dump] [--output figures.json]
 
 Checks compare with float64 on poisoned memory. Times are those of CUDA graphs that hold one launch
 per layer, with so many layers that none is found in the L2 cache. Rows stand at mixed ring
@@ -10,7 +10,8 @@ figure is the mean over the steps of one cycle of L, each step the median of sev
 floor of a step is what its rows must move: the state once, once more where a row folds, the ring
 entries that a row holds, its window's entries, inputs and outputs. `--quick` checks and measures
 the main shapes, `--measure` all; `--sweep` checks and times the settings that a shape could have;
-`--dump` shows for the stream kernels how the machine code orders its reads and the wait for the
+`--resident` checks and times the resident kernel beside those that serve where it cannot; `--dump`
+shows for the stream kernels how the machine code orders its reads and the wait for the
 weights.
 """
 
@@ -607,6 +608,22 @@ def sweep(device: torch.device) -> list[dict[str, Any]]:
     return found
 
 
+def resident(device: torch.device) -> list[dict[str, Any]]:
+    """Check the resident kernel, and time it beside the launches that it takes the place of."""
+    case, rows = Case(GDN), (8, 16, 32, 64, 128, 256)
+    compile_all([(case, case.launch(size)) for size in rows])
+    torch.manual_seed(0)
+    checks = [result for size in rows for result in _step_results(case, size, device)]
+    wrong = [result for result in checks if not result["ok"]]
+    if wrong:
+        return wrong
+    found = []
+    for size in rows:
+        timing = Timing(case, size, device)
+        found += [timing.row() | {"kernel": "resident"}, timing.row(case.launch(size))]
+    return found
+
+
 def dump(device: torch.device) -> list[dict[str, Any]]:
     """Return the order of memory instructions and of the wait in the stream kernels compiled."""
     for case in cases():
@@ -632,7 +649,14 @@ def dump(device: torch.device) -> list[dict[str, Any]]:
     return found
 
 
-RUNS = {"check": check, "dump": dump, "quick": quick, "sweep": sweep, "measure": measure}
+RUNS = {
+    "check": check,
+    "dump": dump,
+    "resident": resident,
+    "quick": quick,
+    "sweep": sweep,
+    "measure": measure,
+}
 
 if __name__ == "__main__":
     raise SystemExit(main(__doc__, RUNS))

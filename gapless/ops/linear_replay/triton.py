@@ -2,8 +2,9 @@
 
 Same functions and meaning as `reference.py`. The ring entry of zeros is the rings' last one, so
 that it is recognised and not read. One token takes the launch of `token_kernel.py`; with many rows,
-or a decay per channel, a weights kernel and the launch of `token_stream_kernel.py`. Windows of
-several take a weights kernel and the launch of `window_stream_kernel.py`.
+or a decay per channel, a weights kernel and the launch of `token_stream_kernel.py`; on a Hopper GPU
+rows of a delta rule with one decay per head take the launch of `resident/kernel.py` where it serves
+them. Windows of several take a weights kernel and the launch of `window_stream_kernel.py`.
 """
 
 from __future__ import annotations
@@ -106,9 +107,8 @@ def replay_window(
     q, k, v, log_decay = (_inner_contiguous(x, 2) for x in (q, k, v, log_decay))
     inputs = (q, k, v, beta if beta is None else _inner_contiguous(beta, 1), log_decay)
     if width == 1:
-        if is_tuned and beta is not None and can_reside(len(q), num_replayed, q, log_decay, memory):
-            tensors = (q, k, v, inputs[3], log_decay)
-            return run_resident(tensors, memory, indices, l2norm_eps=l2norm_eps, scale=scale)
+        if is_tuned and beta is not None and can_reside(q, k, v, log_decay, memory, num_replayed):
+            return run_resident(inputs, memory, indices, l2norm_eps=l2norm_eps, scale=scale)
         is_shared = _has_records(recurrence, num_replayed, launch)
         run = _run_shared_token if is_shared else _run_token
         return run(inputs, memory, indices, launch, l2norm_eps=l2norm_eps, scale=scale)

@@ -16,23 +16,33 @@ if TYPE_CHECKING:
 
 # below, an item for each program is too little to have several on their way
 LEAST_ROWS = 8
-MOST_ENTRIES = 16
+# with fewer most steps fold
+LEAST_ENTRIES, MOST_ENTRIES = 5, 16
 DIM = 128  # K and V
 STAGES = 3
 
 
 def can_reside(
-    rows: int, num_replayed: int, q: Tensor, log_decay: Tensor, memory: ReplayMemory
+    q: Tensor,  # [B, 1, H, K]
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,  # [B, 1, HV, Kd]
+    memory: ReplayMemory,
+    num_replayed: int,  # N
 ) -> bool:
-    """Whether the resident kernel serves a delta rule's token: rows enough, bfloat16 keys and fp32
-    states of 128 x 128, one decay per head, on a Hopper GPU."""
+    """Whether the resident kernel serves a delta rule's token.
+
+    It does with enough rows, bfloat16 keys and fp32 states of 128 x 128, one decay per head, rows
+    that start at 16 bytes, and a Hopper GPU.
+    """
     return (
-        rows >= LEAST_ROWS
-        and 1 < num_replayed <= MOST_ENTRIES
+        len(q) >= LEAST_ROWS
+        and LEAST_ENTRIES <= num_replayed <= MOST_ENTRIES
         and log_decay.shape[3] == 1
-        and q.dtype is memory.k_ring.dtype is torch.bfloat16
+        and {x.dtype for x in (q, k, v, memory.k_ring)} == {torch.bfloat16}
         and memory.checkpoint.dtype is torch.float32
         and memory.checkpoint.shape[2:] == (DIM, DIM)
+        and all(x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0 for x in (q, k, v))
         and _is_hopper(q.device)
     )
 
@@ -47,7 +57,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def run_resident(
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],  # q, k, v, beta, log_decay
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],  # q, k, v, beta, log_decay
     memory: ReplayMemory,
     indices: ReplayIndices,
     *,
@@ -60,9 +70,10 @@ def run_resident(
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from gapless.ops.linear_replay.resident_kernel import _resident_kernel
+    from gapless.ops.linear_replay.resident.kernel import _resident_kernel
 
-    q, _, v, _, _ = inputs
+    q, k, v, beta, log_decay = inputs
+    assert beta is not None, "a delta rule"
     rows, _, value_heads, value_dim = v.shape
     key_heads, key_dim = q.shape[2:]
     if num_programs is None:
@@ -74,11 +85,12 @@ def run_resident(
     )
     out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     num_items = rows * value_heads
+    tensors = (q, k, v, beta, log_decay)
     _resident_kernel[(min(num_programs, num_items),)](
-        *inputs, out, states, memory.checkpoint, memory.d_ring, memory.k_ring, memory.g_ring,
+        *tensors, out, states, memory.checkpoint, memory.d_ring, memory.k_ring, memory.g_ring,
         indices.order, indices.ring_read.contiguous(), indices.ring_write.contiguous(),
         indices.fold_mask.contiguous().view(torch.uint8), indices.read_rows, indices.fold_rows,
-        *(x.stride(0) for x in inputs), memory.d_ring.shape[0] - 1, num_items, scale,
+        *(x.stride(0) for x in tensors), memory.d_ring.shape[0] - 1, num_items, scale,
         0.0 if l2norm_eps is None else l2norm_eps,
         N=indices.ring_read.shape[1], NP=MOST_ENTRIES, H=key_heads, HV=value_heads,
         K=key_dim, V=value_dim, STAGES=STAGES, HAS_NORM=l2norm_eps is not None,

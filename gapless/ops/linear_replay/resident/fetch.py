@@ -1,0 +1,196 @@
+"""Reads that are under way before they are needed, by a part of a resident program: `kernel.py`."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.extra.cuda import gdc_wait
+
+from gapless.ops.linear_replay.resident.items import _items, _pairs, barrier
+
+# items whose places are looked up at once
+CHUNK = gl.constexpr(8)
+
+
+@gluon.jit
+def _load_places(
+    order, ring_read, read_rows, fold_mask, j0, first, step, count, zero_entry,
+    N: gl.constexpr, NP: gl.constexpr, HV: gl.constexpr, PLACES: gl.constexpr,
+):  # fmt: skip
+    """Load where the states and ring entries of CHUNK visits from j0 on are, and which fold."""
+    ITEM: gl.constexpr = gl.SliceLayout(1, PLACES)
+    item = _items(j0, first, step, count, CHUNK, ITEM)
+    row = gl.load(order + item // HV).to(gl.int32)
+    o_n = gl.arange(0, NP, gl.SliceLayout(0, PLACES))
+    p_entry = _pairs(ring_read) + (row * N)[:, None] * 2 + o_n[None, :] * 2
+    m_n = (row >= 0)[:, None] & (o_n < N)[None, :]
+    entries = gl.load(p_entry, mask=m_n, other=zero_entry)
+    state_row = gl.load(read_rows + row).to(gl.int32)
+    is_folding = gl.load(fold_mask + row * N).to(gl.int32)
+    return item % HV * 2 + is_folding, state_row, row, entries
+
+
+@gluon.jit
+def _store_places(places, smem_places, smem_entries, j0):
+    """Put places where all threads find them; those of the chunk before stay."""
+    head, state_row, row, entries = places
+    i = j0 // CHUNK % 2
+    chunks = smem_places._reinterpret(gl.int32, [8, CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    barrier()
+    chunks.index(i).store(head)
+    chunks.index(2 + i).store(state_row)
+    chunks.index(4 + i).store(row)
+    smem_entries.index(i).store(entries)
+    barrier()
+
+
+@gluon.jit
+def _place(smem_places, j, LAYOUT: gl.constexpr):
+    """Return the row of a visit, its state row, its value head, and whether it folds."""
+    j = j % (2 * CHUNK)
+    row = gl.sum(smem_places.index(4 * CHUNK + j).load(LAYOUT), 0).to(gl.int64)
+    state_row = gl.sum(smem_places.index(2 * CHUNK + j).load(LAYOUT), 0)
+    head = gl.sum(smem_places.index(j).load(LAYOUT), 0)
+    return row, state_row, head // 2, head % 2 != 0
+
+
+@gluon.jit
+def _entries(smem_entries, j, LAYOUT: gl.constexpr, NP: gl.constexpr):
+    """Return the ring entries [NP] of a visit."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    entries = smem_entries._reinterpret(gl.int32, [2 * CHUNK, NP], FLAT)
+    return entries.index(j % (2 * CHUNK)).load(LAYOUT)
+
+
+@gluon.jit
+def _fetch_state(states, smem_states, full, i, first_channel):
+    """Ask for half of an item's state."""
+    mbarrier.expect(full.index(i), states.block_type.nbytes)
+    tma.async_copy_global_to_shared(states, [first_channel, 0], full.index(i), smem_states.index(i))
+
+
+@gluon.jit
+def _fetch_ring(
+    p_d, smem_d, smem_entries, i, j, zero_entry,
+    NP: gl.constexpr, BV: gl.constexpr, STRIDE: gl.constexpr,
+):  # fmt: skip
+    """Ask for what the ring holds of half an item's d; entries that there are not become zeros."""
+    COPY: gl.constexpr = gl.BlockedLayout([1, 4], [128 // BV, BV // 4], [4, 1], [1, 0])
+    entry = _entries(smem_entries, j, gl.SliceLayout(1, COPY), NP)
+    o_v = gl.arange(0, BV, gl.SliceLayout(0, COPY))
+    m_live = (entry != zero_entry)[:, None] & (o_v >= 0)[None, :]
+    p_entry = p_d + (entry.to(gl.int64) * STRIDE)[:, None] + o_v[None, :]
+    async_copy.async_copy_global_to_shared(smem_d.index(i), p_entry, m_live)
+
+
+@gluon.jit
+def _fetch_token(
+    q, k, v, smem_x, smem_v, full, row, head, stage, q_stride, k_stride, v_stride,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Ask for an item's key, query and value: the last of what its readers wait for."""
+    VECTOR: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    o_k, o_v = gl.arange(0, K, VECTOR), gl.arange(0, V, VECTOR)
+    x, key_head = smem_x.index(stage), head // (HV // H)
+    async_copy.async_copy_global_to_shared(x.slice(0, K), k + row * k_stride + key_head * K + o_k)
+    async_copy.async_copy_global_to_shared(x.slice(K, K), q + row * q_stride + key_head * K + o_k)
+    async_copy.async_copy_global_to_shared(smem_v.index(stage), v + row * v_stride + head * V + o_v)
+    for half in gl.static_range(2):
+        async_copy.mbarrier_arrive(full.index(half * STAGES + stage), increment_count=False)
+
+
+@gluon.jit
+def _fetch_fold_keys(
+    k_ring, smem_keys, full, smem_entries, j, head,
+    NP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
+):  # fmt: skip
+    """Ask for the keys of an item that folds; those of the zero entry are zeros."""
+    KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    entry = _entries(smem_entries, j, gl.SliceLayout(1, KEYS), NP).to(gl.int64)
+    o_k = gl.arange(0, K, gl.SliceLayout(0, KEYS))
+    p_keys = k_ring + ((entry * H + head // (HV // H)) * K)[:, None] + o_k[None, :]
+    async_copy.async_copy_global_to_shared(smem_keys, p_keys)
+    async_copy.mbarrier_arrive(full, increment_count=False)
+
+
+@gluon.jit
+def _fetch(
+    q, k, v, states, d_ring, k_ring, order, ring_read, read_rows, fold_mask,
+    smem_states, smem_d, smem_x, smem_v, smem_keys, smem_places, smem_entries,
+    full, empty, k_full, k_empty, first, step, count, q_stride, k_stride, v_stride, zero_entry,
+    N: gl.constexpr, NP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
+    V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, CHAINED: gl.constexpr,
+):  # fmt: skip
+    """Keep STAGES items on their way."""
+    PLACES: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    flat = smem_places._reinterpret(gl.int32, [8 * CHUNK, 1], FLAT)
+    places = _load_places(
+        order, ring_read, read_rows, fold_mask, 0, first, step, count, zero_entry, N, NP, HV, PLACES
+    )
+    _store_places(places, smem_places, smem_entries, 0)
+    # states first: they take longest
+    for j in gl.static_range(STAGES):
+        if j < count:
+            row, state_row, head, is_folding = _place(flat, j, LAYOUT)
+            first_channel = (state_row * HV + head) * V
+            for half in gl.static_range(2):
+                i = half * STAGES + j
+                _fetch_state(states, smem_states, full, i, first_channel + half * BV)
+    for j in gl.static_range(STAGES):
+        if j < count:
+            row, state_row, head, is_folding = _place(flat, j, LAYOUT)
+            for half in gl.static_range(2):
+                p_d = d_ring + head * V + half * BV
+                i = half * STAGES + j
+                _fetch_ring(p_d, smem_d, smem_entries, i, j, zero_entry, NP, BV, HV * V)
+    places = _load_places(
+        order, ring_read, read_rows, fold_mask, CHUNK, first, step, count, zero_entry,
+        N, NP, HV, PLACES,
+    )  # fmt: skip
+    if CHAINED:
+        gdc_wait()
+    k_phase = 1
+    for j in gl.static_range(STAGES):
+        if j < count:
+            row, state_row, head, is_folding = _place(flat, j, LAYOUT)
+            if is_folding:
+                mbarrier.wait(k_empty, k_phase)
+                _fetch_fold_keys(k_ring, smem_keys, k_full, smem_entries, j, head, NP, H, HV, K)
+                k_phase ^= 1
+            _fetch_token(
+                q, k, v, smem_x, smem_v, full, row, head, j, q_stride, k_stride, v_stride,
+                H, HV, K, V, STAGES,
+            )  # fmt: skip
+    stage = 0
+    phase = 0
+    for j in range(STAGES, count):
+        row, state_row, head, is_folding = _place(flat, j, LAYOUT)
+        if is_folding:
+            mbarrier.wait(k_empty, k_phase)
+            _fetch_fold_keys(k_ring, smem_keys, k_full, smem_entries, j, head, NP, H, HV, K)
+            k_phase ^= 1
+        first_channel = (state_row * HV + head) * V
+        for half in gl.static_range(2):
+            i = half * STAGES + stage
+            mbarrier.wait(empty.index(i), phase)
+            _fetch_state(states, smem_states, full, i, first_channel + half * BV)
+            p_d = d_ring + head * V + half * BV
+            _fetch_ring(p_d, smem_d, smem_entries, i, j, zero_entry, NP, BV, HV * V)
+        _fetch_token(
+            q, k, v, smem_x, smem_v, full, row, head, stage, q_stride, k_stride, v_stride,
+            H, HV, K, V, STAGES,
+        )  # fmt: skip
+        if (j + 1) % CHUNK == 0:
+            _store_places(places, smem_places, smem_entries, j + 1)
+            places = _load_places(
+                order, ring_read, read_rows, fold_mask, j + 1 + CHUNK, first, step, count,
+                zero_entry, N, NP, HV, PLACES,
+            )  # fmt: skip
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1

@@ -1,0 +1,149 @@
+"""Outputs and folds out of states that have arrived, by parts of a resident program.
+
+`kernel.py` has the whole.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from gapless.ops.linear_replay.resident.items import (
+    FOLD_DECAY,
+    FOLD_ROW,
+    GROUP,
+    NUM_FOLDED,
+    OF_KEY,
+    OF_VALUE,
+    OUT_OF_KEY,
+    OUT_OF_QUERY,
+    OUT_OF_VALUE,
+    ROW,
+    WORDS,
+    WRITTEN,
+    _bits,
+    _visited,
+)
+
+
+@gluon.jit
+def _word(weights, i: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return a word of an item's weights, [1]."""
+    return weights.slice(i, 1).load(LAYOUT)
+
+
+@gluon.jit
+def _number(weights, i: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return a whole number out of an item's weights."""
+    return gl.sum(_bits(_word(weights, i, LAYOUT)), 0)
+
+
+@gluon.jit
+def _partial(products, PARTS: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the sums of each thread's own products, [BV, 8] of [BV, PARTS * 8 * WIDTH]."""
+    products = gl.reshape(products, [products.shape[0], PARTS, 8, WIDTH])
+    return gl.convert_layout(gl.sum(gl.sum(products, 3), 1), LAYOUT)
+
+
+@gluon.jit
+def _store_fold(
+    tile, p_out, ring_d, weights, smem_keys, k_full, k_empty, k_phase, first_channel,
+    NP: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Store a tile of a folded state, as `fold_kernels._store_fold` does.
+
+    d enters the matrix units as three bfloat16 values, 24 bits.
+    """
+    UNITS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1], [16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, UNITS, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, UNITS, 2)
+    factor = weights.slice(2 * NP, NP).load(gl.SliceLayout(0, LEFT))
+    d = ring_d.permute([1, 0]).load(LEFT) * factor[None, :]
+    decay = _word(weights, 3 * NP + FOLD_DECAY, gl.SliceLayout(1, UNITS))
+    mbarrier.wait(k_full, k_phase)
+    keys = smem_keys.load(RIGHT)
+    mbarrier.arrive(k_empty, count=1)
+    high = d.to(gl.bfloat16)
+    d -= high.to(gl.float32)
+    middle = d.to(gl.bfloat16)
+    low = (d - middle.to(gl.float32)).to(gl.bfloat16)
+    added = mma_v2(low, keys, gl.zeros([BV, K], gl.float32, UNITS))
+    added = mma_v2(middle, keys, added)
+    added = mma_v2(high, keys, added)
+    o_v = first_channel + gl.arange(0, BV, gl.SliceLayout(1, UNITS))
+    o_k = gl.arange(0, K, gl.SliceLayout(0, UNITS))
+    state = tile.load(UNITS) * decay[:, None] + added
+    gl.store(p_out + o_v[:, None] * K + o_k[None, :], state)
+
+
+@gluon.jit
+def _read(
+    out, checkpoint, d_ring, smem_states, smem_d, smem_x, smem_v, weights, smem_keys,
+    full, empty, w_full, w_empty, k_full, k_empty, first, step, count,
+    HALF: gl.constexpr, NP: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    BV: gl.constexpr, STAGES: gl.constexpr, CHAINED: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Read all of a program's items: half of their value channels."""
+    # four rows of a thread; eight threads share a row's 128 bytes
+    TILE: gl.constexpr = gl.BlockedLayout([4, 4], [4, 8], [num_warps, 1], [1, 0])
+    PARTIAL: gl.constexpr = gl.BlockedLayout([4, 1], [4, 8], [num_warps, 1], [1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(1, TILE)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, TILE)
+    FACTOR: gl.constexpr = gl.SliceLayout(1, PARTIAL)
+    ENTRIES: gl.constexpr = gl.SliceLayout(0, PARTIAL)
+    REST: gl.constexpr = 3 * NP
+    o_v = HALF * BV + gl.arange(0, BV, ROWS)
+    by_item = weights._reinterpret(
+        gl.float32, [2 * GROUP, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    stage = 0
+    phase = 0
+    k_phase = 0
+    for j in range(0, count):
+        head = (first + _visited(j, first, count) * step) % HV
+        i = HALF * STAGES + stage
+        mbarrier.wait(full.index(i), phase)
+        tile = smem_states.index(i).load(TILE)
+        x = smem_x.index(stage)
+        key, query = x.slice(0, K).load(COLUMNS), x.slice(K, K).load(COLUMNS)
+        of_key = _partial(tile * key.to(gl.float32)[None, :], K // 32, 4, PARTIAL)
+        of_query = _partial(tile * query.to(gl.float32)[None, :], K // 32, 4, PARTIAL)
+        group = j // GROUP
+        mbarrier.wait(w_full.index(group & 1), (group >> 1) & 1)
+        own = by_item.index(j % (2 * GROUP))
+        value = smem_v.index(stage).slice(HALF * BV, BV).load(ROWS).to(gl.float32)
+        ring_d = smem_d.index(i).permute([1, 0]).load(PARTIAL)
+        d_weights, out_weights = own.slice(0, NP).load(ENTRIES), own.slice(NP, NP).load(ENTRIES)
+        d = of_key * _word(own, REST + OF_KEY, FACTOR)[:, None]
+        y = of_key * _word(own, REST + OUT_OF_KEY, FACTOR)[:, None]
+        y += of_query * _word(own, REST + OUT_OF_QUERY, FACTOR)[:, None]
+        d += _partial(ring_d * d_weights[None, :], NP // 8, 1, PARTIAL)
+        y += _partial(ring_d * out_weights[None, :], NP // 8, 1, PARTIAL)
+        d_value = value * _word(own, REST + OF_VALUE, ROWS)
+        y_value = value * _word(own, REST + OUT_OF_VALUE, ROWS)
+        row = _bits(_word(own, REST + ROW, ROWS)).to(gl.int64)
+        written = _bits(_word(own, REST + WRITTEN, ROWS)).to(gl.int64)
+        if _number(own, REST + NUM_FOLDED, ROWS) != 0:
+            fold_row = _number(own, REST + FOLD_ROW, ROWS).to(gl.int64)
+            _store_fold(
+                smem_states.index(i), checkpoint + (fold_row * HV + head) * (V * K),
+                smem_d.index(i), own, smem_keys, k_full, k_empty, k_phase, HALF * BV,
+                NP, K, BV, num_warps,
+            )  # fmt: skip
+            k_phase ^= 1
+        mbarrier.arrive(empty.index(i), count=1)
+        mbarrier.arrive(w_empty.index(group & 1), count=1, pred=j % GROUP == GROUP - 1)
+        d = gl.convert_layout(gl.sum(d, 1), ROWS) + d_value
+        y = gl.convert_layout(gl.sum(y, 1), ROWS) + y_value
+        gl.store(d_ring + (written * HV + head) * V + o_v, d)
+        gl.store(out + (row * HV + head) * V + o_v, y.to(out.dtype.element_ty))
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1

@@ -1,0 +1,63 @@
+"""The resident kernel against the definition in float64, on memory that is poisoned elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.gpu.linear_replay import Case, _step_results
+from gapless.core.specs.linear import Recurrence
+from gapless.ops.linear_replay import resident
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each launch of the resident kernel."""
+    found: list[int] = []
+    run = resident.run_resident
+
+    def counted(inputs: tuple[torch.Tensor, ...], *args: object, **settings: object) -> object:
+        found.append(len(inputs[0]))
+        return run(inputs, *args, **settings)
+
+    monkeypatch.setattr("gapless.ops.linear_replay.triton.run_resident", counted)
+    return found
+
+
+# 132 programs of 32 heads a row: fewer rows than programs have items on their way, and many more
+@pytest.mark.parametrize("rows", [7, 8, 12, 33, 64, 131, 256])
+def test_resident_rows_are_what_the_definition_says(rows: int, launches: list[int]) -> None:
+    torch.manual_seed(rows)
+    results = _step_results(Case(Recurrence.GATED_DELTA), rows, torch.device("cuda"))
+    assert launches == [rows + 1], "with the padded row"
+    assert not [found for found in results if not found["ok"]]
+
+
+@pytest.mark.parametrize("replay_len", [5, 9, 15])
+def test_rings_of_other_lengths(replay_len: int, launches: list[int]) -> None:
+    torch.manual_seed(replay_len)
+    case = Case(Recurrence.GATED_DELTA, replay_len=replay_len)
+    results = _step_results(case, 40, torch.device("cuda"))
+    assert launches == [41]
+    assert not [found for found in results if not found["ok"]]
+
+
+def test_steps_repeat_to_the_bit(launches: list[int]) -> None:
+    """Whichever part is faster, sums are the same."""
+    from benchmarks.gpu.linear_replay import Decoding, Inputs, call
+
+    device = torch.device("cuda")
+    case = Case(Recurrence.GATED_DELTA)
+    decoding = Decoding(case, 100, device)
+    inputs = Inputs.draw(case, 100, device)
+    start = decoding.memory()
+    found = []
+    for _ in range(20):
+        memory = type(start)(*(x.clone() for x in vars(start).values()))
+        out = call(case, inputs, memory, decoding.indices)
+        found.append([out, *vars(memory).values()])
+    assert len(launches) == 20
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))

@@ -1,0 +1,158 @@
+"""The resident kernel without a GPU: who takes it, in which order, and that it compiles.
+
+Its values are compared on a GPU, in `tests/gpu/test_linear_replay.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from gapless.ops.linear_replay import ReplayMemory, resident
+from tests.ops.compiling import found_by
+
+# shared memory of a program on sm_90, of which 1 KiB is the system's
+MOST_SHARED = 227 << 10
+
+PROGRAM = """
+import json, subprocess, tempfile
+import torch, triton
+from gapless.ops.linear_replay import ReplayIndices, ReplayMemory, resident
+from tests.ops.compiling import catch_launches
+
+compiled = catch_launches(resident)
+zeros, bf16, i64 = torch.zeros, torch.bfloat16, torch.int64
+memory = ReplayMemory(
+    zeros(1, 32, 128, 128), zeros(1, 32, 128), zeros(1, 16, 128, dtype=bf16), zeros(1, 32, 1)
+)
+read, of_rows = zeros(64, 16, dtype=i64), zeros(64, dtype=i64)
+indices = ReplayIndices(read, zeros(64, 1, dtype=i64), read > 0, of_rows, of_rows, of_rows)
+keys, values = zeros(64, 1, 16, 128, dtype=bf16), zeros(64, 1, 32, 128, dtype=bf16)
+for eps in (1e-6, None):
+    resident.run_resident(
+        (keys, keys, values, zeros(64, 1, 32), zeros(64, 1, 32, 1)), memory, indices,
+        l2norm_eps=eps, scale=1.0, num_programs=132,
+    )
+found = []
+for kernel in compiled:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    stack = int(usage.split("STACK:")[1].split()[0])
+    found.append([kernel.name, stack, kernel.metadata.shared])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.timeout(300)
+def test_the_kernel_compiles_and_fits() -> None:
+    found = found_by(PROGRAM)
+    assert [name for name, *_ in found] == ["_resident_kernel"] * 2
+    for _, stack, shared in found:
+        assert stack == 0, "no thread spills"
+        assert shared <= MOST_SHARED
+
+
+def visits(first: int, count: int) -> list[int]:
+    from gapless.ops.linear_replay.resident.items import _visited
+
+    return [_visited.fn(j, first, count) for j in range(count)]
+
+
+@pytest.mark.parametrize("first", [0, 1, 5, 131])
+def test_a_program_visits_each_of_its_items_once(first: int) -> None:
+    for count in range(1, 130):
+        assert sorted(visits(first, count)) == list(range(count))
+
+
+def test_items_that_fold_are_visited_apart_and_by_programs_at_different_times() -> None:
+    count, folding = 62, range(4)
+    for first in (0, 7, 61):
+        times = sorted(j for j, i in enumerate(visits(first, count)) if i in folding)
+        assert min(after - before for before, after in pairwise(times)) >= 4
+    assert len({visits(first, count).index(0) for first in range(count)}) == count
+
+
+class Case:
+    """What one token of Qwen3.5's rows brings."""
+
+    def __init__(self, rows: int = 64) -> None:
+        self.mixed = torch.zeros(rows, 1, 8192, dtype=torch.bfloat16)
+        self.log_decay = torch.zeros(rows, 1, 32, 1)
+        self.memory = ReplayMemory(
+            torch.zeros(2, 32, 128, 128),
+            torch.zeros(2, 32, 128),
+            torch.zeros(2, 16, 128, dtype=torch.bfloat16),
+            torch.zeros(2, 32, 1),
+        )
+        self.num_replayed = 16
+
+    def resides(self) -> bool:
+        q, k, v = self.mixed.split([2048, 2048, 4096], dim=-1)
+        return resident.can_reside(
+            q.unflatten(-1, (-1, 128)), k.unflatten(-1, (-1, 128)), v.unflatten(-1, (-1, 128)),
+            self.log_decay, self.memory, self.num_replayed,
+        )  # fmt: skip
+
+
+def test_rows_of_a_delta_rule_reside_on_a_hopper_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not Case().resides()
+    monkeypatch.setattr(resident, "_is_hopper", lambda _: True)
+    assert Case().resides()
+    assert not Case(rows=7).resides()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"num_replayed": 4},
+        {"num_replayed": 17},
+        {"log_decay": torch.zeros(64, 1, 32, 128)},
+        {"mixed": torch.zeros(64, 1, 8192, dtype=torch.float16)},
+        {"mixed": torch.zeros(64, 1, 8200, dtype=torch.bfloat16)[..., :8192]},
+        {"mixed": torch.zeros(64, 1, 8208, dtype=torch.bfloat16)[..., 1:8193]},
+    ],
+    ids=["few entries", "many entries", "a decay per channel", "fp16", "stride", "start"],
+)
+def test_what_the_resident_kernel_does_not_serve(
+    changed: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resident, "_is_hopper", lambda _: True)
+    case = Case()
+    vars(case).update(changed)
+    assert not case.resides()
+
+
+@pytest.mark.parametrize("dims", [(64, 128), (128, 64)])
+def test_states_of_other_sizes_or_types_do_not_reside(
+    dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resident, "_is_hopper", lambda _: True)
+    case = Case()
+    whole = torch.zeros(2, 32, 128, 128)
+    for checkpoint in (torch.zeros(2, 32, *dims), whole.bfloat16()):
+        case.memory = replace(case.memory, checkpoint=checkpoint)
+        assert not case.resides()
+    case.memory = replace(case.memory, checkpoint=whole)
+    assert case.resides()
+
+
+def test_each_part_waits_once_for_the_kernels_before() -> None:
+    folder = Path(resident.__file__).parent
+    for name in ("fetch", "weigh", "read"):
+        tree = ast.parse((folder / f"{name}.py").read_text())
+        part = next(
+            node
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef) and node.name == f"_{name}"
+        )
+        waits = ast.unparse(part).count("gdc_wait()")
+        lets_go = ast.unparse(part).count("gdc_launch_dependents()")
+        assert (waits, lets_go) == (1, int(name == "read")), name
