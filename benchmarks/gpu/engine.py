@@ -63,6 +63,7 @@ CLASSES = (
     (
         "linear state",
         (
+            "_resident",
             "_token",
             "_channel",
             "_window_scores",
