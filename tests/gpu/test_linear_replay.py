@@ -14,7 +14,8 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each launch of the resident kernel."""
+    """Rows of each launch of the resident kernel, which few rows take here, too."""
+    monkeypatch.setattr(resident, "LEAST_ROWS", 1)
     found: list[int] = []
     run = resident.run_resident
 
@@ -27,7 +28,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 # 132 programs of 32 heads a row: fewer rows than programs have items on their way, and many more
-@pytest.mark.parametrize("rows", [7, 8, 12, 33, 64, 131, 256])
+@pytest.mark.parametrize("rows", [1, 8, 12, 33, 64, 131, 256])
 def test_resident_rows_are_what_the_definition_says(rows: int, launches: list[int]) -> None:
     torch.manual_seed(rows)
     results = _step_results(Case(Recurrence.GATED_DELTA), rows, torch.device("cuda"))

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
+from gapless.ops.linear_replay.arithmetic import _decay, _exact_decay
 from gapless.ops.linear_replay.resident.items import (
     FOLD_DECAY,
     FOLD_ROW,
@@ -41,27 +42,6 @@ def _sums(g, LAYOUT: gl.constexpr):
     SCAN: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [GROUP, 1], [1, 0])
     sums = gl.associative_scan(gl.convert_layout(g, SCAN), 1, _add, reverse=True)
     return gl.convert_layout(sums, LAYOUT)
-
-
-@gluon.jit
-def _decay(x):
-    """Return exp of x <= 0, as `arithmetic._decay` does."""
-    return gl.exp2(x * 1.4426950408889634)
-
-
-@gluon.jit
-def _exact_decay(x):
-    """Return exp of x <= 0 to one rounding, as `arithmetic._exact_decay` does."""
-    x = gl.maximum(x, -87.0)
-    n = gl.floor(x * 1.4426950408889634 + 0.5)
-    r = (x - n * 0.693145751953125) - n * 1.428606765330187e-06
-    p = 1.0 / 720 + r * (1.0 / 5040)
-    p = 1.0 / 120 + r * p
-    p = 1.0 / 24 + r * p
-    p = 1.0 / 6 + r * p
-    p = 0.5 + r * p
-    p = 1.0 + r * p
-    return (1.0 + r * p) * gl.exp2(n)
 
 
 @gluon.jit
