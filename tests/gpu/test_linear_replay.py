@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of each launch of the resident kernel, which few rows take here, too."""
-    monkeypatch.setattr(resident, "LEAST_ROWS", 1)
+    monkeypatch.setattr(resident, "LEAST_ITEMS", 1)
     found: list[int] = []
     run = resident.run_resident
 

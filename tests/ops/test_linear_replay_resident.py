@@ -106,7 +106,7 @@ def test_rows_of_a_delta_rule_reside_on_a_hopper_gpu_alone(monkeypatch: pytest.M
     assert not Case().resides()
     monkeypatch.setattr(resident, "_is_hopper", lambda _: True)
     assert Case().resides()
-    assert not Case(rows=resident.LEAST_ROWS - 1).resides()
+    assert not Case(rows=resident.LEAST_ITEMS // 32 - 1).resides()
 
 
 @pytest.mark.parametrize(
