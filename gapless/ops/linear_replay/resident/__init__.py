@@ -33,8 +33,8 @@ def can_reside(
 ) -> bool:
     """Whether the resident kernel serves a delta rule's token.
 
-    It does with enough rows and value heads, bfloat16 keys and fp32 states of 128 x 128, one decay per head, rows
-    that start at 16 bytes, and a Hopper GPU.
+    It does with enough rows and value heads, bfloat16 keys and fp32 states of 128 x 128, one decay
+    per head, rows that start at 16 bytes, and a Hopper GPU.
     """
     return (
         log_decay.shape[0] * log_decay.shape[2] >= LEAST_ITEMS
