@@ -1,20 +1,25 @@
-"""The resident kernel without a GPU: who takes it, in which order, and that it compiles.
+"""The resident kernel without a GPU: its values, whichever part is ahead, and that it compiles.
 
-Its values are compared on a GPU, in `tests/gpu/test_linear_replay.py`.
+It runs on the multiprocessor of `gluon.py`; on a GPU it is compared in
+`tests/gpu/test_linear_replay.py`.
 """
 
 from __future__ import annotations
 
 import ast
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from gapless.ops.linear_replay import ReplayMemory, resident
+from gapless.ops.linear_replay import ReplayMemory, resident, triton
+from gapless.ops.linear_replay.resident import kernel
 from tests.ops.compiling import found_by
+from tests.ops.gluon import Launcher
+from tests.ops.test_linear_replay_triton import Shape, check_step, lengths_of
 
 # shared memory of a program on sm_90, of which 1 KiB is the system's
 MOST_SHARED = 227 << 10
@@ -49,6 +54,56 @@ for kernel in compiled:
     found.append([kernel.name, stack, kernel.metadata.shared])
 print(json.dumps(found))
 """
+
+
+def check(
+    monkeypatch: pytest.MonkeyPatch, seed: int = 0, num_programs: int = 1, **sizes: object
+) -> None:
+    """Compare a step of eight rows, folds and padded ones among them, with the definition."""
+    run = partial(resident.run_resident, num_programs=num_programs)
+    monkeypatch.setattr(triton, "can_reside", lambda *_: True)
+    monkeypatch.setattr(triton, "run_resident", run)
+    monkeypatch.setattr(kernel, "_resident_kernel", Launcher(kernel._resident_kernel, seed))
+    heads = {"key_heads": 2, "value_heads": 4, "key_dim": 128, "value_dim": 128}
+    shape = Shape(**({"replay_len": 8} | heads | sizes))
+    lengths = lengths_of(shape)
+    if shape.max_width:  # windows before were wider, so what is folded is not all that there is
+        lengths = [(start, length + 3) for start, length in lengths]
+    check_step(shape, lengths, seed)
+
+
+# a program of 32 items goes round all of its buffers, one of 2 fills none
+@pytest.mark.parametrize("num_programs", [1, 3, 16])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_step_is_what_the_definition_says_whichever_part_is_ahead(
+    seed: int, num_programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(monkeypatch, seed, num_programs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4, 40))
+def test_many_orders_of_parts_and_copies(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(monkeypatch, seed, 1 + seed % 5)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"replay_len": 5},
+        {"replay_len": 15},
+        {"replay_len": 16},
+        {"max_width": 4},
+        {"eps": None},
+        {"key_heads": 4},
+        {"key_heads": 1},
+    ],
+    ids=str,
+)
+def test_rings_and_heads_of_other_sizes(
+    sizes: dict[str, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(monkeypatch, **sizes)
 
 
 @pytest.mark.timeout(300)

@@ -20,8 +20,8 @@ Rows that fold come first in `order`, so that each program has as many of them a
 program visits these items in turn with others, as they take it longer.
 
 It is written in Gluon, in which a Triton kernel says itself where its values lie, and needs the
-shared memory of an H100 or H200. Triton's interpreter knows no Gluon: elsewhere, and in tests
-without a GPU, the other kernels serve.
+shared memory of an H100 or H200; elsewhere the other kernels serve. Triton's interpreter knows no
+Gluon: tests without a GPU run it on a machine of their own.
 """
 
 from __future__ import annotations
