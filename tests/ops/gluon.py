@@ -235,24 +235,23 @@ class Multiprocessor:
         except BaseException as error:
             self.error = self.error or error
         self.parts.remove(part)
-        try:
-            following = self._choose() if self.parts else None
-        except RuntimeError as error:
-            self.error, following = error, self.parts[0]
-        (following.turn if following else self.done).set()
+        (self._choose().turn if self.parts else self.done).set()
 
     def _choose(self) -> Part:
-        """Let copies end, or not, and return the part that goes on."""
+        """Let copies end, or not, and return the part that goes on: any, after an error."""
         while self.error is None:
             ready = [part for part in self.parts if part.is_ready()]
             waiting = [copies for copies in self.under_way if copies]
             if waiting and (not ready or self.random.random() < 0.3):
-                self.random.choice(waiting).pop(0)()
+                try:
+                    self.random.choice(waiting).pop(0)()
+                except AssertionError as error:
+                    self.error = error
             elif ready:
                 return self.random.choice(ready)
             else:
                 names = ", ".join(part.name for part in self.parts)
-                raise RuntimeError(f"parts wait for each other: {names}")
+                self.error = RuntimeError(f"parts wait for each other: {names}")
         return self.parts[0]
 
     def _pause(self, is_ready: Callable[[], bool] = lambda: True) -> None:

@@ -265,7 +265,7 @@ def window_bytes(
     key_dim: int,
     recurrence: Recurrence,
 ) -> int:
-    """Return the bytes that `replay_window` takes beside its arguments and result."""
+    """Return the most bytes that `replay_window` takes beside its arguments and result."""
     launch = launch_of(width, num_replayed, rows=rows, recurrence=recurrence)
     if width == 1 and not _has_records(recurrence, num_replayed, launch):
         return 0
