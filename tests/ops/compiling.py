@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,3 +59,15 @@ def catch_launches(*ops: ModuleType) -> list[Any]:
     for module in ops:
         vars(module)["chained"] = lambda _: {"CHAINED": True, "launch_pdl": True}
     return caught
+
+
+def stack_of(kernel: Any) -> int:
+    """Return the bytes that each thread of a compiled kernel spills."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(usage.split("STACK:")[1].split()[0])

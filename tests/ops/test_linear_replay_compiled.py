@@ -11,12 +11,12 @@ import pytest
 from tests.ops.compiling import found_by
 
 PROGRAM = """
-import json, subprocess, sys, tempfile
-import torch, triton
+import json, sys
+import torch
 from gapless.core.specs.linear import Recurrence
 from gapless.ops.linear_replay import ReplayIndices, ReplayMemory
 from gapless.ops.linear_replay import triton as replay
-from tests.ops.compiling import catch_launches
+from tests.ops.compiling import catch_launches, stack_of
 
 class OnGpu(torch.Tensor):
     is_cuda = True
@@ -47,15 +47,7 @@ for width, replay_len, is_tree in ((1, 1, False), (1, 16, False), (4, 16, False)
 replay.materialize(
     memory, read, read > 0, read_rows=of_rows, out_rows=of_rows, l2norm_eps=eps
 )
-found = []
-for kernel in compiled:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found.append([kernel.name, int(usage.split("STACK:")[1].split()[0])])
-print(json.dumps(found))
+print(json.dumps([[kernel.name, stack_of(kernel)] for kernel in compiled]))
 """
 
 
