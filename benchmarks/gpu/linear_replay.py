@@ -31,6 +31,7 @@ from benchmarks.gpu.harness import capture, main, relative, replay_us, result
 from gapless.core.specs.linear import Recurrence
 from gapless.ops.linear_replay import ReplayIndices, ReplayMemory, reference
 from gapless.ops.linear_replay import triton as kernels
+from gapless.ops.linear_replay.resident import can_reside
 from gapless.ops.linear_replay.token_kernel import _token_kernel
 from gapless.ops.linear_replay.token_stream_kernel import _token_stream_kernel
 from gapless.ops.linear_replay.tuning import Launch, launch_of
@@ -458,6 +459,14 @@ class Timing:
         read, write = map(statistics.fmean, zip(*moved, strict=True))
         return statistics.fmean(map(statistics.median, times)), read, write
 
+    def kernel(self, launch: Launch | None) -> str:
+        """Return which kind of kernel is timed."""
+        if launch is None and self.case.width == 1:
+            num_replayed = self.decoding.indices.ring_read.shape[1]
+            if can_reside(self.inputs.args, self.layers[0], num_replayed):
+                return "resident"
+        return self.case.kernel
+
     def row(self, launch: Launch | None = None) -> dict[str, Any]:
         """Time the pinned settings, or others."""
         us, read, write = self._cycle(launch)
@@ -465,7 +474,7 @@ class Timing:
         floor = (read - write) / READ_BANDWIDTH + 2 * write / UPDATE_BANDWIDTH
         return {
             "name": str(self.case),
-            "kernel": self.case.kernel,
+            "kernel": self.kernel(launch),
             "B": self.rows,
             "us": us,
             "MB": (read + write) / 1e6,
@@ -620,7 +629,7 @@ def resident(device: torch.device) -> list[dict[str, Any]]:
     found = []
     for size in rows:
         timing = Timing(case, size, device)
-        found += [timing.row() | {"kernel": "resident"}, timing.row(case.launch(size))]
+        found += [timing.row(), timing.row(case.launch(size))]
     return found
 
 

@@ -34,9 +34,16 @@ def chained(x: Tensor) -> dict[str, Any]:
 _SETTINGS = {"CHAINED": True, "launch_pdl": True}
 
 
-@cache
 def _can_chain(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return nvidia_capability(device) >= (9, 0)
+
+
+@cache
+def nvidia_capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU of NVIDIA, (0, 0) for any other device."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
 
 
 @triton.jit

@@ -154,7 +154,10 @@ class Barrier:
     missing: int = 0
     phase: int = 0
 
-    def settle(self) -> None:
+    def arrive(self, count: int = 0, num_bytes: int = 0) -> None:
+        """Count arrivals, and bytes that are now awaited, or below 0 have come."""
+        self.pending -= count
+        self.missing += num_bytes
         assert self.pending >= 0, "more have arrived than are expected"
         if self.pending == 0 and self.missing == 0:
             self.pending, self.phase = self.count, self.phase ^ 1
@@ -176,6 +179,7 @@ class Multiprocessor:
 
     def __init__(self, program: int, num_programs: int, seed: int) -> None:
         self.program, self.num_programs = program, num_programs
+        self.num_warps = 4
         self.random = random.Random(seed)
         self.barriers: dict[int, Barrier] = {}
         self.parts: list[Part] = []
@@ -189,6 +193,7 @@ class Multiprocessor:
 
     def run(self, kernel: Any, *args: Any, **constants: Any) -> None:
         """Run the kernel to its end."""
+        self.num_warps = constants.get("num_warps", self.num_warps)
         self._translated(kernel)(*args, **constants)
         if self.error is not None:
             raise self.error
@@ -205,6 +210,7 @@ class Multiprocessor:
             for name, value in list(names.items()):
                 if name in self.language:
                     names[name] = self.language[name]
+                # of either language, interpreted or not
                 elif hasattr(value, "fn"):
                     names[name] = self._translated(value)
                 elif type(value).__name__ == "constexpr":
@@ -217,7 +223,7 @@ class Multiprocessor:
         self, parts: Sequence[tuple[Any, tuple[Any, ...]]], warps: Sequence[int], _: Any
     ) -> None:
         """Run all parts until each has ended."""
-        numbers = [4, *warps]
+        numbers = [self.num_warps, *warps]
         for i, ((function, args), num_warps) in enumerate(zip(parts, numbers, strict=True)):
             part = Part(f"{function.__name__} {i}", num_warps)
             self.parts.append(part)
@@ -314,17 +320,12 @@ class Multiprocessor:
         self.barriers[place.tensor.data_ptr()] = Barrier(count, count)
 
     def _expect(self, place: Shared, num_bytes: int) -> None:
-        barrier = self._barrier(place)
-        barrier.missing += num_bytes
-        barrier.pending -= 1
-        barrier.settle()
+        self._barrier(place).arrive(1, num_bytes)
         self._pause()
 
     def _arrive(self, place: Shared, count: int = 1, pred: bool = True) -> None:
         if pred:
-            barrier = self._barrier(place)
-            barrier.pending -= count
-            barrier.settle()
+            self._barrier(place).arrive(count)
         self._pause()
 
     def _copy_tile(self, source: Any, start: Sequence[Any], place: Shared, target: Shared) -> None:
@@ -334,9 +335,7 @@ class Multiprocessor:
 
         def end() -> None:
             target.tensor.copy_(source.base[row : row + rows, :columns])
-            barrier = self._barrier(place)
-            barrier.missing -= target.tensor.numel() * target.tensor.element_size()
-            barrier.settle()
+            self._barrier(place).arrive(num_bytes=-target.tensor.nbytes)
 
         self.under_way.append([end])
         self._pause()
@@ -350,12 +349,8 @@ class Multiprocessor:
     def _arrive_when_copied(self, place: Shared, increment_count: bool) -> None:
         assert not increment_count
 
-        def arrive(count: int = self.own.part.num_warps * WARP) -> None:
-            barrier = self._barrier(place)
-            barrier.pending -= count
-            barrier.settle()
-
-        self._queue().append(arrive)
+        barrier, count = self._barrier(place), self.own.part.num_warps * WARP
+        self._queue().append(lambda: barrier.arrive(count))
         self._pause()
 
     def _queue(self) -> list[Callable[[], None]]:

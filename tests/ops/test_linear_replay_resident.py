@@ -131,6 +131,7 @@ class Case:
 
     def __init__(self, rows: int = 64) -> None:
         self.mixed = torch.zeros(rows, 1, 8192, dtype=torch.bfloat16)
+        self.beta: torch.Tensor | None = torch.zeros(rows, 1, 32)
         self.log_decay = torch.zeros(rows, 1, 32, 1)
         self.memory = ReplayMemory(
             torch.zeros(2, 32, 128, 128),
@@ -142,15 +143,14 @@ class Case:
 
     def resides(self) -> bool:
         q, k, v = self.mixed.split([2048, 2048, 4096], dim=-1)
-        return resident.can_reside(
-            q.unflatten(-1, (-1, 128)), k.unflatten(-1, (-1, 128)), v.unflatten(-1, (-1, 128)),
-            self.log_decay, self.memory, self.num_replayed,
-        )  # fmt: skip
+        vectors = (x.unflatten(-1, (-1, 128)) for x in (q, k, v))
+        inputs = (*vectors, self.beta, self.log_decay)
+        return resident.can_reside(inputs, self.memory, self.num_replayed)
 
 
 def test_rows_of_a_delta_rule_reside_on_a_hopper_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not Case().resides()
-    monkeypatch.setattr(resident, "_is_hopper", lambda _: True)
+    monkeypatch.setattr(resident, "nvidia_capability", lambda _: (9, 0))
     assert Case().resides()
     assert not Case(rows=resident.LEAST_ITEMS // 32 - 1).resides()
 
@@ -158,6 +158,7 @@ def test_rows_of_a_delta_rule_reside_on_a_hopper_gpu_alone(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     "changed",
     [
+        {"beta": None},
         {"num_replayed": 4},
         {"num_replayed": 17},
         {"log_decay": torch.zeros(64, 1, 32, 128)},
@@ -165,12 +166,20 @@ def test_rows_of_a_delta_rule_reside_on_a_hopper_gpu_alone(monkeypatch: pytest.M
         {"mixed": torch.zeros(64, 1, 8200, dtype=torch.bfloat16)[..., :8192]},
         {"mixed": torch.zeros(64, 1, 8208, dtype=torch.bfloat16)[..., 1:8193]},
     ],
-    ids=["few entries", "many entries", "a decay per channel", "fp16", "stride", "start"],
+    ids=[
+        "no delta rule",
+        "few entries",
+        "many entries",
+        "a decay per channel",
+        "fp16",
+        "stride",
+        "start",
+    ],
 )
 def test_what_the_resident_kernel_does_not_serve(
     changed: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resident, "_is_hopper", lambda _: True)
+    monkeypatch.setattr(resident, "nvidia_capability", lambda _: (9, 0))
     case = Case()
     vars(case).update(changed)
     assert not case.resides()
@@ -180,7 +189,7 @@ def test_what_the_resident_kernel_does_not_serve(
 def test_states_of_other_sizes_or_types_do_not_reside(
     dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resident, "_is_hopper", lambda _: True)
+    monkeypatch.setattr(resident, "nvidia_capability", lambda _: (9, 0))
     case = Case()
     whole = torch.zeros(2, 32, 128, 128)
     for checkpoint in (torch.zeros(2, 32, *dims), whole.bfloat16()):

@@ -71,6 +71,11 @@ class ReplayIndices:
     order: Tensor
     """[B] int64: the rows, those that fold first, which take longest."""
 
+    def places(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return which ring entries are read, written and folded, contiguous, the mask as bytes."""
+        fold_mask = self.fold_mask.contiguous().view(torch.uint8)
+        return self.ring_read.contiguous(), self.ring_write.contiguous(), fold_mask
+
 
 @dataclass(frozen=True)
 class _Past:

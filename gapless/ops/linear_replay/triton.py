@@ -102,13 +102,12 @@ def replay_window(
     reason = unsupported_window(width, num_replayed, memory, recurrence, l2norm_eps)
     assert reason is None, reason
     _assert_contiguous(memory)
-    is_tuned = launch is None
-    launch = launch or launch_of(width, num_replayed, rows=len(q), recurrence=recurrence)
     q, k, v, log_decay = (_inner_contiguous(x, 2) for x in (q, k, v, log_decay))
     inputs = (q, k, v, beta if beta is None else _inner_contiguous(beta, 1), log_decay)
+    if width == 1 and launch is None and can_reside(inputs, memory, num_replayed):
+        return run_resident(inputs, memory, indices, l2norm_eps=l2norm_eps, scale=scale)
+    launch = launch or launch_of(width, num_replayed, rows=len(q), recurrence=recurrence)
     if width == 1:
-        if is_tuned and beta is not None and can_reside(q, k, v, log_decay, memory, num_replayed):
-            return run_resident(inputs, memory, indices, l2norm_eps=l2norm_eps, scale=scale)
         is_shared = _has_records(recurrence, num_replayed, launch)
         run = _run_shared_token if is_shared else _run_token
         return run(inputs, memory, indices, launch, l2norm_eps=l2norm_eps, scale=scale)
@@ -143,7 +142,7 @@ def _run_token(
     del settings["SIZE"]
     _token_kernel[value_heads * (value_dim // block_v), rows](
         *tensors, out, memory.checkpoint, memory.d_ring, memory.k_ring, memory.g_ring,
-        indices.order, *_places(indices), indices.read_rows, indices.fold_rows,
+        indices.order, *indices.places(), indices.read_rows, indices.fold_rows,
         *(x.stride(0) for x in tensors),
         memory.d_ring.shape[0] - 1, scale, 0.0 if l2norm_eps is None else l2norm_eps,
         **settings | _tile(memory, block_v),
@@ -170,7 +169,7 @@ def _run_shared_token(
     record = _Record(1, indices.ring_read.shape[1], key_dim, is_per_channel=is_per_channel)
     records = torch.empty((rows, value_heads, record.size), dtype=torch.float32, device=q.device)
     settings = record.settings(memory) | {"HAS_NORM": l2norm_eps is not None}
-    places, zero_entry = _places(indices), memory.d_ring.shape[0] - 1
+    places, zero_entry = indices.places(), memory.d_ring.shape[0] - 1
     eps = 0.0 if l2norm_eps is None else l2norm_eps
     tensors = (q, k, beta, log_decay)
     rings = (records, memory.k_ring, memory.g_ring)
@@ -215,7 +214,7 @@ def _run_window(
     record = _Record(width, indices.ring_read.shape[1], key_dim, is_per_channel=is_per_channel)
     records = torch.empty((rows, value_heads, record.size), dtype=torch.float32, device=q.device)
     settings = record.settings(memory) | {"RING": record.ring, "W": width, "HALF": record.half}
-    places, zero_entry = _places(indices), memory.d_ring.shape[0] - 1
+    places, zero_entry = indices.places(), memory.d_ring.shape[0] - 1
     eps = 0.0 if l2norm_eps is None else l2norm_eps
     tensors = (q, k, q if beta is None else beta, log_decay)
     arguments = (
@@ -369,12 +368,6 @@ def _tile(memory: ReplayMemory, block_v: int) -> dict[str, int]:
     """Return the constants of kernels that read a state in tiles 128 bytes wide."""
     state = memory.checkpoint
     return {"V": state.shape[2], "BV": block_v, "KB": 128 // state.element_size()}
-
-
-def _places(indices: ReplayIndices) -> tuple[Tensor, Tensor, Tensor]:
-    """Return which ring entries are read, written and folded."""
-    fold_mask = indices.fold_mask.contiguous().view(torch.uint8)
-    return indices.ring_read.contiguous(), indices.ring_write.contiguous(), fold_mask
 
 
 def _padded(count: int, least: int) -> int:

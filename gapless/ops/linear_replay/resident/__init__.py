@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
-from gapless.ops.chaining import chained
+from gapless.ops.chaining import chained, nvidia_capability
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,36 +23,26 @@ STAGES = 3
 
 
 def can_reside(
-    q: Tensor,  # [B, 1, H, K]
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,  # [B, 1, HV, Kd]
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],  # q, k, v, beta, log_decay
     memory: ReplayMemory,
     num_replayed: int,  # N
 ) -> bool:
-    """Whether the resident kernel serves a delta rule's token.
+    """Whether the resident kernel serves windows of one token.
 
-    It does with enough rows and value heads, bfloat16 keys and fp32 states of 128 x 128, one decay
-    per head, rows that start at 16 bytes, and a Hopper GPU.
+    It does with a delta rule, enough rows and value heads, bfloat16 keys and fp32 states of
+    128 x 128, one decay per head, rows that start at 16 bytes, and a Hopper GPU.
     """
+    q, k, v, beta, log_decay = inputs
     return (
-        log_decay.shape[0] * log_decay.shape[2] >= LEAST_ITEMS
+        beta is not None
+        and log_decay.shape[0] * log_decay.shape[2] >= LEAST_ITEMS
         and LEAST_ENTRIES <= num_replayed <= MOST_ENTRIES
         and log_decay.shape[3] == 1
         and {x.dtype for x in (q, k, v, memory.k_ring)} == {torch.bfloat16}
         and memory.checkpoint.dtype is torch.float32
         and memory.checkpoint.shape[2:] == (DIM, DIM)
         and all(x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0 for x in (q, k, v))
-        and _is_hopper(q.device)
-    )
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device)[0] == 9
+        and nvidia_capability(q.device)[0] == 9
     )
 
 
@@ -89,8 +78,7 @@ def run_resident(
     tensors = (q, k, v, beta, log_decay)
     _resident_kernel[(min(num_programs, num_items),)](
         *tensors, out, states, memory.checkpoint, memory.d_ring, memory.k_ring, memory.g_ring,
-        indices.order, indices.ring_read.contiguous(), indices.ring_write.contiguous(),
-        indices.fold_mask.contiguous().view(torch.uint8), indices.read_rows, indices.fold_rows,
+        indices.order, *indices.places(), indices.read_rows, indices.fold_rows,
         *(x.stride(0) for x in tensors), memory.d_ring.shape[0] - 1, num_items, scale,
         0.0 if l2norm_eps is None else l2norm_eps,
         N=indices.ring_read.shape[1], NP=MOST_ENTRIES, H=key_heads, HV=value_heads,

@@ -45,6 +45,13 @@ def _sums(g, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _group(order, j0, first, step, count, HV: gl.constexpr, ITEM: gl.constexpr):
+    """Return the rows and value heads of a group's visits, from j0 on."""
+    item = _items(j0, first, step, count, GROUP, ITEM)
+    return gl.load(order + item // HV).to(gl.int32), item % HV
+
+
+@gluon.jit
 def _load_entries(
     ring_read, fold_mask, row, zero_entry, N: gl.constexpr, NP: gl.constexpr, PAIRS: gl.constexpr
 ):
@@ -190,15 +197,12 @@ def _weigh(
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 2, 16], [GROUP, 1, 1], [2, 1, 0])
     PAIRS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
     ITEM: gl.constexpr = gl.SliceLayout(1, PAIRS)
-    item = _items(0, first, step, count, GROUP, ITEM)
-    row, head = gl.load(order + item // HV).to(gl.int32), item % HV
+    row, head = _group(order, 0, first, step, count, HV, ITEM)
     entries = _load_entries(ring_read, fold_mask, row, zero_entry, N, NP, PAIRS)
     ring = _load_ring(k_ring, g_ring, entries, head, zero_entry, H, HV, K, LAYOUT)
-    item = _items(GROUP, first, step, count, GROUP, ITEM)
-    next_row, next_head = gl.load(order + item // HV).to(gl.int32), item % HV
+    next_row, next_head = _group(order, GROUP, first, step, count, HV, ITEM)
     entries = _load_entries(ring_read, fold_mask, next_row, zero_entry, N, NP, PAIRS)
-    item = _items(2 * GROUP, first, step, count, GROUP, ITEM)
-    later_row, later_head = gl.load(order + item // HV).to(gl.int32), item % HV
+    later_row, later_head = _group(order, 2 * GROUP, first, step, count, HV, ITEM)
     if CHAINED:
         gdc_wait()
     token = _load_token(
@@ -216,8 +220,7 @@ def _weigh(
             q_stride, k_stride, beta_stride, g_stride, H, HV, K, LAYOUT,
         )  # fmt: skip
         entries = _load_entries(ring_read, fold_mask, later_row, zero_entry, N, NP, PAIRS)
-        item = _items(j0 + 3 * GROUP, first, step, count, GROUP, ITEM)
-        last_row, last_head = gl.load(order + item // HV).to(gl.int32), item % HV
+        last_row, last_head = _group(order, j0 + 3 * GROUP, first, step, count, HV, ITEM)
         mbarrier.wait(empty.index(i), phase)
         m_item = j0 + gl.arange(0, GROUP, ITEM) < count
         _store_weights(
