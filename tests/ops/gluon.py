@@ -288,6 +288,7 @@ class Multiprocessor:
             rsqrt=lambda x: Value(x.tensor.rsqrt()),
             sum=lambda x, axis: Value(x.tensor.sum(axis, dtype=x.dtype)),
             reshape=lambda x, shape: Value(x.tensor.reshape(*shape)),
+            join=lambda a, b: Value(torch.stack([a.tensor, b.tensor], -1)),
             convert_layout=lambda x, _: x, associative_scan=_scan, load=_load, store=_store,
             allocate_shared_memory=_allocate, program_id=lambda _: self.program,
             num_programs=lambda _: self.num_programs, warp_specialize=self.warp_specialize,
@@ -308,7 +309,7 @@ class Multiprocessor:
         return {
             "gl": gl, "tl": gl, "async_copy": copies, "mbarrier": barriers,
             "tma": SimpleNamespace(async_copy_global_to_shared=self._copy_tile),
-            "mma_v2": lambda a, b, c: Value(a.tensor.float() @ b.tensor.float() + c.tensor),
+            "mma_v2": _product,
             "barrier": lambda: None, "gdc_wait": lambda: None,
             "gdc_launch_dependents": lambda: None,
         }  # fmt: skip
@@ -366,6 +367,14 @@ def _extreme(of_tensors: Any, of_numbers: Any, a: Any, b: Any) -> Any:
     a, b = (torch.as_tensor(_raw(x)) for x in (a, b))
     dtype = a.dtype if a.ndim else b.dtype
     return Value(of_tensors(a.to(dtype), b.to(dtype)))
+
+
+def _product(a: Value, b: Value, c: Value, input_precision: str | None = None) -> Value:
+    a, b = (x.tensor.float() for x in (a, b))
+    if input_precision == "tf32":
+        # matrix units do not see the lower 13 bits
+        a, b = ((x.view(torch.int32) & -8192).view(torch.float32) for x in (a, b))
+    return Value(a @ b + c.tensor)
 
 
 def _scan(x: Value, axis: int, combine: Callable[..., Value], reverse: bool) -> Value:

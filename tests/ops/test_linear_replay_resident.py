@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from gapless.core.specs.linear import Recurrence
 from gapless.ops.linear_replay import ReplayMemory, resident, triton
 from gapless.ops.linear_replay.resident import kernel
 from tests.ops.compiling import found_by
 from tests.ops.gluon import Launcher
-from tests.ops.test_linear_replay_triton import Shape, check_step, lengths_of
+from tests.ops.test_linear_replay_triton import GDN, KDA, Shape, check_step, lengths_of
 
 # shared memory of a program on sm_90, of which 1 KiB is the system's
 MOST_SHARED = 227 << 10
@@ -32,15 +33,16 @@ from tests.ops.compiling import catch_launches, stack_of
 
 compiled = catch_launches(resident)
 zeros, bf16, i64 = torch.zeros, torch.bfloat16, torch.int64
-memory = ReplayMemory(
-    zeros(1, 32, 128, 128), zeros(1, 32, 128), zeros(1, 16, 128, dtype=bf16), zeros(1, 32, 1)
-)
 read, of_rows = zeros(64, 16, dtype=i64), zeros(64, dtype=i64)
 indices = ReplayIndices(read, zeros(64, 1, dtype=i64), read > 0, of_rows, of_rows, of_rows)
-keys, values = zeros(64, 1, 16, 128, dtype=bf16), zeros(64, 1, 32, 128, dtype=bf16)
-for eps in (1e-6, None):
+for heads, channels, eps in ((16, 1, 1e-6), (16, 1, None), (32, 128, 1e-6), (32, 128, None)):
+    memory = ReplayMemory(
+        zeros(1, 32, 128, 128), zeros(1, 32, 128), zeros(1, heads, 128, dtype=bf16),
+        zeros(1, 32, channels),
+    )
+    keys, values = zeros(64, 1, heads, 128, dtype=bf16), zeros(64, 1, 32, 128, dtype=bf16)
     resident.run_resident(
-        (keys, keys, values, zeros(64, 1, 32), zeros(64, 1, 32, 1)), memory, indices,
+        (keys, keys, values, zeros(64, 1, 32), zeros(64, 1, 32, channels)), memory, indices,
         l2norm_eps=eps, scale=1.0, num_programs=132,
     )
 print(json.dumps([[x.name, stack_of(x), x.metadata.shared] for x in compiled]))
@@ -66,18 +68,23 @@ def check(
 # a program of 32 items goes round all of its buffers, one of 2 fills none
 @pytest.mark.parametrize("num_programs", [1, 3, 16])
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("recurrence", [GDN, KDA])
 def test_a_step_is_what_the_definition_says_whichever_part_is_ahead(
-    seed: int, num_programs: int, monkeypatch: pytest.MonkeyPatch
+    recurrence: Recurrence, seed: int, num_programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(monkeypatch, seed, num_programs)
+    check(monkeypatch, seed, num_programs, recurrence=recurrence)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4, 40))
-def test_many_orders_of_parts_and_copies(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(monkeypatch, seed, 1 + seed % 5)
+@pytest.mark.parametrize("recurrence", [GDN, KDA])
+def test_many_orders_of_parts_and_copies(
+    recurrence: Recurrence, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(monkeypatch, seed, 1 + seed % 5, recurrence=recurrence)
 
 
+@pytest.mark.parametrize("recurrence", [GDN, KDA])
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -92,15 +99,15 @@ def test_many_orders_of_parts_and_copies(seed: int, monkeypatch: pytest.MonkeyPa
     ids=str,
 )
 def test_rings_and_heads_of_other_sizes(
-    sizes: dict[str, int | None], monkeypatch: pytest.MonkeyPatch
+    sizes: dict[str, int | None], recurrence: Recurrence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(monkeypatch, **sizes)
+    check(monkeypatch, recurrence=recurrence, **sizes)
 
 
 @pytest.mark.timeout(300)
 def test_the_kernel_compiles_and_fits() -> None:
     found = found_by(PROGRAM)
-    assert [name for name, *_ in found] == ["_resident_kernel"] * 2
+    assert [name for name, *_ in found] == ["_resident_kernel"] * 4
     for _, stack, shared in found:
         assert stack == 0, "no thread spills"
         assert shared <= MOST_SHARED
@@ -161,7 +168,7 @@ def test_rows_of_a_delta_rule_reside_on_a_hopper_gpu_alone(monkeypatch: pytest.M
         {"beta": None},
         {"num_replayed": 4},
         {"num_replayed": 17},
-        {"log_decay": torch.zeros(64, 1, 32, 128)},
+        {"log_decay": torch.zeros(64, 1, 32, 64)},
         {"mixed": torch.zeros(64, 1, 8192, dtype=torch.float16)},
         {"mixed": torch.zeros(64, 1, 8200, dtype=torch.bfloat16)[..., :8192]},
         {"mixed": torch.zeros(64, 1, 8208, dtype=torch.bfloat16)[..., 1:8193]},
@@ -170,7 +177,7 @@ def test_rows_of_a_delta_rule_reside_on_a_hopper_gpu_alone(monkeypatch: pytest.M
         "no delta rule",
         "few entries",
         "many entries",
-        "a decay per channel",
+        "other channels",
         "fp16",
         "stride",
         "start",

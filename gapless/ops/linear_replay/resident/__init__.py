@@ -20,6 +20,7 @@ LEAST_ITEMS = 64 * 32
 LEAST_ENTRIES, MOST_ENTRIES = 5, 16
 DIM = 128  # K and V
 STAGES = 3
+CHANNEL_STAGES = 2  # decayed keys and what states are read with take the room of the third
 
 
 def can_reside(
@@ -37,7 +38,7 @@ def can_reside(
         beta is not None
         and log_decay.shape[0] * log_decay.shape[2] >= LEAST_ITEMS
         and LEAST_ENTRIES <= num_replayed <= MOST_ENTRIES
-        and log_decay.shape[3] == 1
+        and log_decay.shape[3] in (1, DIM)
         and {x.dtype for x in (q, k, v, memory.k_ring)} == {torch.bfloat16}
         and memory.checkpoint.dtype is torch.float32
         and memory.checkpoint.shape[2:] == (DIM, DIM)
@@ -75,6 +76,7 @@ def run_resident(
     )
     out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     num_items = rows * value_heads
+    is_per_channel = log_decay.shape[3] > 1
     tensors = (q, k, v, beta, log_decay)
     _resident_kernel[(min(num_programs, num_items),)](
         *tensors, out, states, memory.checkpoint, memory.d_ring, memory.k_ring, memory.g_ring,
@@ -82,7 +84,8 @@ def run_resident(
         *(x.stride(0) for x in tensors), memory.d_ring.shape[0] - 1, num_items, scale,
         0.0 if l2norm_eps is None else l2norm_eps,
         N=indices.ring_read.shape[1], NP=MOST_ENTRIES, H=key_heads, HV=value_heads,
-        K=key_dim, V=value_dim, STAGES=STAGES, HAS_NORM=l2norm_eps is not None,
+        K=key_dim, V=value_dim, STAGES=CHANNEL_STAGES if is_per_channel else STAGES,
+        IS_PER_CHANNEL=is_per_channel, HAS_NORM=l2norm_eps is not None,
         num_warps=4, **chained(q),
     )  # fmt: skip
     return out

@@ -89,13 +89,16 @@ def _fetch_ring(
 def _fetch_token(
     q, k, v, smem_x, smem_v, full, row, head, stage, q_stride, k_stride, v_stride,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+    IS_PER_CHANNEL: gl.constexpr,
 ):  # fmt: skip
-    """Ask for an item's key, query and value: the last of what its readers wait for."""
+    """Ask for an item's key and query, unless they reach readers with its weights, and its value:
+    the last of what they wait for."""
     VECTOR: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     o_k, o_v = gl.arange(0, K, VECTOR), gl.arange(0, V, VECTOR)
-    x, key_head = smem_x.index(stage), head // (HV // H)
-    async_copy.async_copy_global_to_shared(x.slice(0, K), k + row * k_stride + key_head * K + o_k)
-    async_copy.async_copy_global_to_shared(x.slice(K, K), q + row * q_stride + key_head * K + o_k)
+    if not IS_PER_CHANNEL:
+        x, channel = smem_x.index(stage), head // (HV // H) * K
+        async_copy.async_copy_global_to_shared(x.slice(0, K), k + row * k_stride + channel + o_k)
+        async_copy.async_copy_global_to_shared(x.slice(K, K), q + row * q_stride + channel + o_k)
     async_copy.async_copy_global_to_shared(smem_v.index(stage), v + row * v_stride + head * V + o_v)
     for half in gl.static_range(2):
         async_copy.mbarrier_arrive(full.index(half * STAGES + stage), increment_count=False)
@@ -121,7 +124,8 @@ def _fetch(
     smem_states, smem_d, smem_x, smem_v, smem_keys, smem_places, smem_entries,
     full, empty, k_full, k_empty, first, step, count, q_stride, k_stride, v_stride, zero_entry,
     N: gl.constexpr, NP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
-    V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, CHAINED: gl.constexpr,
+    V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, IS_PER_CHANNEL: gl.constexpr,
+    CHAINED: gl.constexpr,
 ):  # fmt: skip
     """Keep STAGES items on their way."""
     PLACES: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0])
@@ -157,19 +161,19 @@ def _fetch(
     for j in gl.static_range(STAGES):
         if j < count:
             row, state_row, head, is_folding = _place(flat, j, LAYOUT)
-            if is_folding:
+            if is_folding and not IS_PER_CHANNEL:
                 mbarrier.wait(k_empty, k_phase)
                 _fetch_fold_keys(k_ring, smem_keys, k_full, smem_entries, j, head, NP, H, HV, K)
                 k_phase ^= 1
             _fetch_token(
                 q, k, v, smem_x, smem_v, full, row, head, j, q_stride, k_stride, v_stride,
-                H, HV, K, V, STAGES,
+                H, HV, K, V, STAGES, IS_PER_CHANNEL,
             )  # fmt: skip
     stage = 0
     phase = 0
     for j in range(STAGES, count):
         row, state_row, head, is_folding = _place(flat, j, LAYOUT)
-        if is_folding:
+        if is_folding and not IS_PER_CHANNEL:
             mbarrier.wait(k_empty, k_phase)
             _fetch_fold_keys(k_ring, smem_keys, k_full, smem_entries, j, head, NP, H, HV, K)
             k_phase ^= 1
@@ -182,7 +186,7 @@ def _fetch(
             _fetch_ring(p_d, smem_d, smem_entries, i, j, zero_entry, NP, BV, HV * V)
         _fetch_token(
             q, k, v, smem_x, smem_v, full, row, head, stage, q_stride, k_stride, v_stride,
-            H, HV, K, V, STAGES,
+            H, HV, K, V, STAGES, IS_PER_CHANNEL,
         )  # fmt: skip
         if (j + 1) % CHUNK == 0:
             _store_places(places, smem_places, smem_entries, j + 1)

@@ -54,6 +54,18 @@ def _bits(x):
 
 
 @gluon.jit
+def _word(weights, i: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return a word of an item's weights, [1]."""
+    return weights.slice(i, 1).load(LAYOUT)
+
+
+@gluon.jit
+def _number(weights, i: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return a whole number out of an item's weights."""
+    return gl.sum(_bits(_word(weights, i, LAYOUT)), 0)
+
+
+@gluon.jit
 def _pairs(p):
     """Return a pointer to pairs of bfloat16: single ones would each take a register."""
     return p.to(gl.pointer_type(gl.int32), bitcast=True)
@@ -63,3 +75,16 @@ def _pairs(p):
 def _unpacked(x):
     """Return both values of pairs of bfloat16."""
     return (x << 16).to(gl.float32, bitcast=True), (x & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _float_pairs(p):
+    """Return a pointer to pairs of fp32."""
+    return p.to(gl.pointer_type(gl.int64), bitcast=True)
+
+
+@gluon.jit
+def _unpacked_floats(x):
+    """Return both values of pairs of fp32."""
+    first = x.to(gl.int32).to(gl.float32, bitcast=True)
+    return first, (x >> 32).to(gl.int32).to(gl.float32, bitcast=True)

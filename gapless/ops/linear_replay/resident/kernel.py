@@ -34,10 +34,13 @@ from gapless.ops.linear_replay.resident.fetch import CHUNK, _fetch
 from gapless.ops.linear_replay.resident.items import GROUP, WORDS
 from gapless.ops.linear_replay.resident.read import _read
 from gapless.ops.linear_replay.resident.weigh import _weigh
+from gapless.ops.linear_replay.resident.weigh_channels import _weigh_channels
 
 # of a thread of the second part that reads, of the one that weighs and the one that fetches; what
 # remains of 128 for each thread is the first's that reads
 REGISTERS = gl.constexpr((144, 184, 40))
+# with a decay per channel
+CHANNEL_REGISTERS = gl.constexpr((128, 216, 40))
 
 
 @gluon.jit(do_not_specialize=["zero_entry", "num_items"])
@@ -75,6 +78,7 @@ def _resident_kernel(
     K: gl.constexpr,
     V: gl.constexpr,
     STAGES: gl.constexpr,
+    IS_PER_CHANNEL: gl.constexpr,
     HAS_NORM: gl.constexpr,
     CHAINED: gl.constexpr,
     num_warps: gl.constexpr,
@@ -88,10 +92,18 @@ def _resident_kernel(
     short: gl.constexpr = k_ring.dtype.element_ty
     smem_states = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BV, K], states.layout)
     smem_d = gl.allocate_shared_memory(gl.float32, [2 * STAGES, NP, BV], PLAIN)
-    smem_x = gl.allocate_shared_memory(short, [STAGES, 2 * K], FLAT)
     smem_v = gl.allocate_shared_memory(short, [STAGES, V], FLAT)
     weights = gl.allocate_shared_memory(gl.float32, [2, GROUP, WORDS], PLAIN)
-    smem_keys = gl.allocate_shared_memory(short, [NP, K], KEYS)
+    # what states are read with for d and for the output
+    if IS_PER_CHANNEL:
+        smem_x = gl.allocate_shared_memory(gl.float32, [2, GROUP, 2 * K], PLAIN)
+        CHANNEL_KEYS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+        smem_keys = gl.allocate_shared_memory(gl.float32, [NP, K], CHANNEL_KEYS)
+        smem_decay = gl.allocate_shared_memory(gl.float32, [K], FLAT)
+    else:
+        smem_x = gl.allocate_shared_memory(short, [STAGES, 2 * K], FLAT)
+        smem_keys = gl.allocate_shared_memory(short, [NP, K], KEYS)
+        smem_decay = smem_keys
     smem_places = gl.allocate_shared_memory(gl.int32, [8 * CHUNK], FLAT)
     smem_entries = gl.allocate_shared_memory(gl.int32, [2, CHUNK, NP], PLAIN)
     full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER)
@@ -107,7 +119,7 @@ def _resident_kernel(
     for i in gl.static_range(2):
         mbarrier.init(w_full.index(i), count=1)
         mbarrier.init(w_empty.index(i), count=2)
-    mbarrier.init(k_full, count=128)
+    mbarrier.init(k_full, count=1 if IS_PER_CHANNEL else 128)
     mbarrier.init(k_empty, count=2)
     first, step = gl.program_id(0), gl.num_programs(0)
     count = (num_items - first + step - 1) // step
@@ -115,17 +127,18 @@ def _resident_kernel(
         [
             (_read, (
                 out, checkpoint, d_ring, smem_states, smem_d, smem_x, smem_v, weights, smem_keys,
-                full, empty, w_full, w_empty, k_full, k_empty, first, step, count,
-                0, NP, HV, K, V, BV, STAGES, CHAINED, num_warps,
+                smem_decay, full, empty, w_full, w_empty, k_full, k_empty, first, step, count,
+                0, NP, HV, K, V, BV, STAGES, IS_PER_CHANNEL, CHAINED, num_warps,
             )),
             (_read, (
                 out, checkpoint, d_ring, smem_states, smem_d, smem_x, smem_v, weights, smem_keys,
-                full, empty, w_full, w_empty, k_full, k_empty, first, step, count,
-                1, NP, HV, K, V, BV, STAGES, CHAINED, num_warps,
+                smem_decay, full, empty, w_full, w_empty, k_full, k_empty, first, step, count,
+                1, NP, HV, K, V, BV, STAGES, IS_PER_CHANNEL, CHAINED, num_warps,
             )),
-            (_weigh, (
+            (_weigh_channels if IS_PER_CHANNEL else _weigh, (
                 q, k, beta, log_decay, k_ring, g_ring, order, ring_read, ring_write, fold_mask,
-                fold_rows, weights, w_full, w_empty, first, step, count,
+                fold_rows, weights, smem_x, smem_keys, smem_decay, w_full, w_empty, k_full, k_empty,
+                first, step, count,
                 q_stride, k_stride, beta_stride, g_stride, zero_entry, scale, eps,
                 N, NP, H, HV, K, HAS_NORM, CHAINED,
             )),
@@ -134,9 +147,9 @@ def _resident_kernel(
                 smem_states, smem_d, smem_x, smem_v, smem_keys, smem_places, smem_entries,
                 full, empty, k_full, k_empty, first, step, count,
                 q_stride, k_stride, v_stride, zero_entry,
-                N, NP, H, HV, K, V, BV, STAGES, CHAINED,
+                N, NP, H, HV, K, V, BV, STAGES, IS_PER_CHANNEL, CHAINED,
             )),
         ],
         [num_warps, 4, 4],
-        REGISTERS,
+        CHANNEL_REGISTERS if IS_PER_CHANNEL else REGISTERS,
     )  # fmt: skip

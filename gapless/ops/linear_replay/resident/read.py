@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from gapless.ops.linear_replay.arithmetic import _head
 from gapless.ops.linear_replay.resident.items import (
     FOLD_DECAY,
     FOLD_ROW,
@@ -25,20 +26,10 @@ from gapless.ops.linear_replay.resident.items import (
     WORDS,
     WRITTEN,
     _bits,
+    _number,
     _visited,
+    _word,
 )
-
-
-@gluon.jit
-def _word(weights, i: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return a word of an item's weights, [1]."""
-    return weights.slice(i, 1).load(LAYOUT)
-
-
-@gluon.jit
-def _number(weights, i: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return a whole number out of an item's weights."""
-    return gl.sum(_bits(_word(weights, i, LAYOUT)), 0)
 
 
 @gluon.jit
@@ -80,11 +71,41 @@ def _store_fold(
 
 
 @gluon.jit
+def _store_channel_fold(
+    tile, p_out, ring_d, weights, smem_keys, smem_decay, k_full, k_empty, k_phase, first_channel,
+    NP: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Store the same with a decay per channel: keys are fp32, and products of 23 bits."""
+    KB: gl.constexpr = 32
+    UNITS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1], [16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, UNITS, 1)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, UNITS, 1)
+    factor = weights.slice(2 * NP, NP).load(gl.SliceLayout(0, LEFT))
+    d = ring_d.permute([1, 0]).load(LEFT) * factor[None, :]
+    d_head = _head(d)
+    o_v = first_channel + gl.arange(0, BV, gl.SliceLayout(1, UNITS))
+    o_k = gl.arange(0, KB, gl.SliceLayout(0, UNITS))
+    mbarrier.wait(k_full, k_phase)
+    for c in gl.static_range(K // KB):
+        keys = smem_keys.slice(c * KB, KB, dim=1).load(RIGHT)
+        decay = smem_decay.slice(c * KB, KB).load(gl.SliceLayout(0, UNITS))
+        head = _head(keys)
+        added = gl.zeros([BV, KB], gl.float32, UNITS)
+        added = mma_v2(d - d_head, head, added, input_precision="tf32")
+        added = mma_v2(d_head, keys - head, added, input_precision="tf32")
+        added = mma_v2(d_head, head, added, input_precision="tf32")
+        state = tile.slice(c * KB, KB, dim=1).load(UNITS) * decay[None, :] + added
+        gl.store(p_out + o_v[:, None] * K + (c * KB + o_k)[None, :], state)
+    mbarrier.arrive(k_empty, count=1)
+
+
+@gluon.jit
 def _read(
-    out, checkpoint, d_ring, smem_states, smem_d, smem_x, smem_v, weights, smem_keys,
+    out, checkpoint, d_ring, smem_states, smem_d, smem_x, smem_v, weights, smem_keys, smem_decay,
     full, empty, w_full, w_empty, k_full, k_empty, first, step, count,
     HALF: gl.constexpr, NP: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
-    BV: gl.constexpr, STAGES: gl.constexpr, CHAINED: gl.constexpr, num_warps: gl.constexpr,
+    BV: gl.constexpr, STAGES: gl.constexpr, IS_PER_CHANNEL: gl.constexpr, CHAINED: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Read all of a program's items: half of their value channels."""
     # four rows of a thread; eight threads share a row's 128 bytes
@@ -96,9 +117,10 @@ def _read(
     ENTRIES: gl.constexpr = gl.SliceLayout(0, PARTIAL)
     REST: gl.constexpr = 3 * NP
     o_v = HALF * BV + gl.arange(0, BV, ROWS)
-    by_item = weights._reinterpret(
-        gl.float32, [2 * GROUP, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    weights = weights._reinterpret(gl.float32, [2 * GROUP, WORDS], FLAT)
+    if IS_PER_CHANNEL:
+        smem_x = smem_x._reinterpret(gl.float32, [2 * GROUP, 2 * K], FLAT)
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
@@ -110,19 +132,26 @@ def _read(
         i = HALF * STAGES + stage
         mbarrier.wait(full.index(i), phase)
         tile = smem_states.index(i).load(TILE)
-        x = smem_x.index(stage)
+        group = j // GROUP
+        own = weights.index(j % (2 * GROUP))
+        if IS_PER_CHANNEL:
+            mbarrier.wait(w_full.index(group & 1), (group >> 1) & 1)
+            x = smem_x.index(j % (2 * GROUP))
+        else:
+            x = smem_x.index(stage)
         key, query = x.slice(0, K).load(COLUMNS), x.slice(K, K).load(COLUMNS)
         of_key = _partial(tile * key.to(gl.float32)[None, :], K // 32, 4, PARTIAL)
         of_query = _partial(tile * query.to(gl.float32)[None, :], K // 32, 4, PARTIAL)
-        group = j // GROUP
-        mbarrier.wait(w_full.index(group & 1), (group >> 1) & 1)
-        own = by_item.index(j % (2 * GROUP))
+        if not IS_PER_CHANNEL:
+            mbarrier.wait(w_full.index(group & 1), (group >> 1) & 1)
         value = smem_v.index(stage).slice(HALF * BV, BV).load(ROWS).to(gl.float32)
         ring_d = smem_d.index(i).permute([1, 0]).load(PARTIAL)
         d_weights, out_weights = own.slice(0, NP).load(ENTRIES), own.slice(NP, NP).load(ENTRIES)
-        d = of_key * _word(own, REST + OF_KEY, FACTOR)[:, None]
-        y = of_key * _word(own, REST + OUT_OF_KEY, FACTOR)[:, None]
-        y += of_query * _word(own, REST + OUT_OF_QUERY, FACTOR)[:, None]
+        d, y = of_key, of_query
+        if not IS_PER_CHANNEL:
+            d = of_key * _word(own, REST + OF_KEY, FACTOR)[:, None]
+            y = of_key * _word(own, REST + OUT_OF_KEY, FACTOR)[:, None]
+            y += of_query * _word(own, REST + OUT_OF_QUERY, FACTOR)[:, None]
         d += _partial(ring_d * d_weights[None, :], NP // 8, 1, PARTIAL)
         y += _partial(ring_d * out_weights[None, :], NP // 8, 1, PARTIAL)
         d_value = value * _word(own, REST + OF_VALUE, ROWS)
@@ -131,11 +160,17 @@ def _read(
         written = _bits(_word(own, REST + WRITTEN, ROWS)).to(gl.int64)
         if _number(own, REST + NUM_FOLDED, ROWS) != 0:
             fold_row = _number(own, REST + FOLD_ROW, ROWS).to(gl.int64)
-            _store_fold(
-                smem_states.index(i), checkpoint + (fold_row * HV + head) * (V * K),
-                smem_d.index(i), own, smem_keys, k_full, k_empty, k_phase, HALF * BV,
-                NP, K, BV, num_warps,
-            )  # fmt: skip
+            p_out = checkpoint + (fold_row * HV + head) * (V * K)
+            if IS_PER_CHANNEL:
+                _store_channel_fold(
+                    smem_states.index(i), p_out, smem_d.index(i), own, smem_keys, smem_decay,
+                    k_full, k_empty, k_phase, HALF * BV, NP, K, BV, num_warps,
+                )  # fmt: skip
+            else:
+                _store_fold(
+                    smem_states.index(i), p_out, smem_d.index(i), own, smem_keys,
+                    k_full, k_empty, k_phase, HALF * BV, NP, K, BV, num_warps,
+                )  # fmt: skip
             k_phase ^= 1
         mbarrier.arrive(empty.index(i), count=1)
         mbarrier.arrive(w_empty.index(group & 1), count=1, pred=j % GROUP == GROUP - 1)

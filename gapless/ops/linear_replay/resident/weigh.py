@@ -185,8 +185,8 @@ def _store_weights(
 @gluon.jit
 def _weigh(
     q, k, beta, log_decay, k_ring, g_ring, order, ring_read, ring_write, fold_mask, fold_rows,
-    weights, full, empty, first, step, count, q_stride, k_stride, beta_stride, g_stride, zero_entry,
-    scale, eps,
+    weights, _x, _keys, _decays, full, empty, _k_full, _k_empty, first, step, count,
+    q_stride, k_stride, beta_stride, g_stride, zero_entry, scale, eps,
     N: gl.constexpr, NP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
     HAS_NORM: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
