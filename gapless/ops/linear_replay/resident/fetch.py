@@ -19,23 +19,29 @@ def _load_places(
     order, ring_read, read_rows, fold_mask, j0, first, step, count, zero_entry,
     N: gl.constexpr, NP: gl.constexpr, HV: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
-    """Load where the states and ring entries of CHUNK visits from j0 on are, and which fold."""
+    """Load where the states and ring entries of CHUNK visits from j0 on are, which fold, and each
+    entry's newer neighbour, the oldest in the last one's place."""
     ITEM: gl.constexpr = gl.SliceLayout(1, PLACES)
     item = _items(j0, first, step, count, CHUNK, ITEM)
     row = gl.load(order + item // HV).to(gl.int32)
     o_n = gl.arange(0, NP, gl.SliceLayout(0, PLACES))
-    p_entry = _pairs(ring_read) + (row * N)[:, None] * 2 + o_n[None, :] * 2
+    p_entry = _pairs(ring_read) + (row * N)[:, None] * 2
     m_n = (row >= 0)[:, None] & (o_n < N)[None, :]
-    entries = gl.load(p_entry, mask=m_n, other=zero_entry)
+    entries = gl.load(p_entry + o_n[None, :] * 2, mask=m_n, other=zero_entry)
+    o_newer = (o_n + 1) % NP
+    m_newer = (row >= 0)[:, None] & (o_newer < N)[None, :]
+    newer = gl.load(p_entry + o_newer[None, :] * 2, mask=m_newer, other=zero_entry)
     state_row = gl.load(read_rows + row).to(gl.int32)
     is_folding = gl.load(fold_mask + row * N).to(gl.int32)
-    return item % HV * 2 + is_folding, state_row, row, entries
+    return item % HV * 2 + is_folding, state_row, row, entries, newer
 
 
 @gluon.jit
-def _store_places(places, smem_places, smem_entries, j0):
+def _store_places(
+    places, smem_places, smem_entries, smem_newer, j0, IS_PER_CHANNEL: gl.constexpr
+):
     """Put places where all threads find them; those of the chunk before stay."""
-    head, state_row, row, entries = places
+    head, state_row, row, entries, newer = places
     i = j0 // CHUNK % 2
     chunks = smem_places._reinterpret(gl.int32, [8, CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barrier()
@@ -43,6 +49,8 @@ def _store_places(places, smem_places, smem_entries, j0):
     chunks.index(2 + i).store(state_row)
     chunks.index(4 + i).store(row)
     smem_entries.index(i).store(entries)
+    if IS_PER_CHANNEL:
+        smem_newer.index(i).store(newer)
     barrier()
 
 
@@ -106,23 +114,31 @@ def _fetch_token(
 
 @gluon.jit
 def _fetch_fold_keys(
-    k_ring, smem_keys, full, smem_entries, j, head,
+    k_ring, g_ring, smem_keys, smem_g, full, smem_entries, smem_newer, j, head,
     NP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
+    IS_PER_CHANNEL: gl.constexpr,
 ):  # fmt: skip
-    """Ask for the keys of an item that folds; those of the zero entry are zeros."""
+    """Ask for the keys of an item that folds, and if they are per channel for its decays; those of
+    the zero entry are zeros."""
     KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     entry = _entries(smem_entries, j, gl.SliceLayout(1, KEYS), NP).to(gl.int64)
     o_k = gl.arange(0, K, gl.SliceLayout(0, KEYS))
     p_keys = k_ring + ((entry * H + head // (HV // H)) * K)[:, None] + o_k[None, :]
     async_copy.async_copy_global_to_shared(smem_keys, p_keys)
+    if IS_PER_CHANNEL:
+        DECAYS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+        entry = _entries(smem_newer, j, gl.SliceLayout(1, DECAYS), NP).to(gl.int64)
+        o_k = gl.arange(0, K, gl.SliceLayout(0, DECAYS))
+        p_g = g_ring + ((entry * HV + head) * K)[:, None] + o_k[None, :]
+        async_copy.async_copy_global_to_shared(smem_g, p_g)
     async_copy.mbarrier_arrive(full, increment_count=False)
 
 
 @gluon.jit
 def _fetch(
-    q, k, v, states, d_ring, k_ring, order, ring_read, read_rows, fold_mask,
-    smem_states, smem_d, smem_x, smem_v, smem_keys, smem_places, smem_entries,
-    full, empty, k_full, k_empty, first, step, count, q_stride, k_stride, v_stride, zero_entry,
+    q, k, v, states, d_ring, k_ring, g_ring, order, ring_read, read_rows, fold_mask,
+    smem_states, smem_d, smem_x, smem_v, smem_keys, smem_g, smem_places, smem_entries,
+    smem_newer, full, empty, k_full, k_empty, asked, first, step, count, q_stride, k_stride, v_stride, zero_entry,
     N: gl.constexpr, NP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
     V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, IS_PER_CHANNEL: gl.constexpr,
     CHAINED: gl.constexpr,
@@ -135,10 +151,12 @@ def _fetch(
     places = _load_places(
         order, ring_read, read_rows, fold_mask, 0, first, step, count, zero_entry, N, NP, HV, PLACES
     )
-    _store_places(places, smem_places, smem_entries, 0)
-    # states first: they take longest
+    _store_places(places, smem_places, smem_entries, smem_newer, 0, IS_PER_CHANNEL)
     for j in gl.static_range(STAGES):
         if j < count:
+            if j == 1:
+                # or what the first weights need would be the last to come
+                mbarrier.wait(asked, 0)
             row, state_row, head, is_folding = _place(flat, j, LAYOUT)
             first_channel = (state_row * HV + head) * V
             for half in gl.static_range(2):
@@ -161,9 +179,12 @@ def _fetch(
     for j in gl.static_range(STAGES):
         if j < count:
             row, state_row, head, is_folding = _place(flat, j, LAYOUT)
-            if is_folding and not IS_PER_CHANNEL:
+            if is_folding:
                 mbarrier.wait(k_empty, k_phase)
-                _fetch_fold_keys(k_ring, smem_keys, k_full, smem_entries, j, head, NP, H, HV, K)
+                _fetch_fold_keys(
+                    k_ring, g_ring, smem_keys, smem_g, k_full, smem_entries, smem_newer, j, head,
+                    NP, H, HV, K, IS_PER_CHANNEL,
+                )  # fmt: skip
                 k_phase ^= 1
             _fetch_token(
                 q, k, v, smem_x, smem_v, full, row, head, j, q_stride, k_stride, v_stride,
@@ -173,9 +194,12 @@ def _fetch(
     phase = 0
     for j in range(STAGES, count):
         row, state_row, head, is_folding = _place(flat, j, LAYOUT)
-        if is_folding and not IS_PER_CHANNEL:
+        if is_folding:
             mbarrier.wait(k_empty, k_phase)
-            _fetch_fold_keys(k_ring, smem_keys, k_full, smem_entries, j, head, NP, H, HV, K)
+            _fetch_fold_keys(
+                k_ring, g_ring, smem_keys, smem_g, k_full, smem_entries, smem_newer, j, head,
+                NP, H, HV, K, IS_PER_CHANNEL,
+            )  # fmt: skip
             k_phase ^= 1
         first_channel = (state_row * HV + head) * V
         for half in gl.static_range(2):
@@ -189,7 +213,7 @@ def _fetch(
             H, HV, K, V, STAGES, IS_PER_CHANNEL,
         )  # fmt: skip
         if (j + 1) % CHUNK == 0:
-            _store_places(places, smem_places, smem_entries, j + 1)
+            _store_places(places, smem_places, smem_entries, smem_newer, j + 1, IS_PER_CHANNEL)
             places = _load_places(
                 order, ring_read, read_rows, fold_mask, j + 1 + CHUNK, first, step, count,
                 zero_entry, N, NP, HV, PLACES,

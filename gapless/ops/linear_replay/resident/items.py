@@ -45,6 +45,11 @@ def _items(j0, first, step, count, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
 def _bits(x):
     """Return whole numbers below 2^31 as words that hold them, or the other way round."""
     if x.dtype == gl.float32:

@@ -97,21 +97,29 @@ def _resident_kernel(
     # what states are read with for d and for the output
     if IS_PER_CHANNEL:
         smem_x = gl.allocate_shared_memory(gl.float32, [2, GROUP, 2 * K], PLAIN)
-        CHANNEL_KEYS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
-        smem_keys = gl.allocate_shared_memory(gl.float32, [NP, K], CHANNEL_KEYS)
-        smem_decay = gl.allocate_shared_memory(gl.float32, [K], FLAT)
+        smem_g = gl.allocate_shared_memory(gl.float32, [NP, K], PLAIN)
+        # decayed keys, of each half's readers
+        DECAYED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+        decayed = gl.allocate_shared_memory(gl.float32, [2, NP, K], DECAYED)
+        decays = gl.allocate_shared_memory(gl.float32, [2, K], FLAT)
     else:
         smem_x = gl.allocate_shared_memory(short, [STAGES, 2 * K], FLAT)
-        smem_keys = gl.allocate_shared_memory(short, [NP, K], KEYS)
-        smem_decay = smem_keys
+        smem_g = smem_x
+        decayed = smem_x
+        decays = smem_x
+    smem_keys = gl.allocate_shared_memory(short, [NP, K], KEYS)
     smem_places = gl.allocate_shared_memory(gl.int32, [8 * CHUNK], FLAT)
     smem_entries = gl.allocate_shared_memory(gl.int32, [2, CHUNK, NP], PLAIN)
+    smem_newer = smem_entries
+    if IS_PER_CHANNEL:
+        smem_newer = gl.allocate_shared_memory(gl.int32, [2, CHUNK, NP], PLAIN)
     full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER)
     w_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     w_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    asked = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     for i in gl.static_range(2 * STAGES):
         # the bytes of a state, and each thread's copies
         mbarrier.init(full.index(i), count=1 + 128)
@@ -119,33 +127,33 @@ def _resident_kernel(
     for i in gl.static_range(2):
         mbarrier.init(w_full.index(i), count=1)
         mbarrier.init(w_empty.index(i), count=2)
-    mbarrier.init(k_full, count=1 if IS_PER_CHANNEL else 128)
+    mbarrier.init(k_full, count=128)
     mbarrier.init(k_empty, count=2)
+    mbarrier.init(asked, count=1)
     first, step = gl.program_id(0), gl.num_programs(0)
     count = (num_items - first + step - 1) // step
     gl.warp_specialize(
         [
             (_read, (
                 out, checkpoint, d_ring, smem_states, smem_d, smem_x, smem_v, weights, smem_keys,
-                smem_decay, full, empty, w_full, w_empty, k_full, k_empty, first, step, count,
+                smem_g, decayed, decays, full, empty, w_full, w_empty, k_full, k_empty, first, step, count,
                 0, NP, HV, K, V, BV, STAGES, IS_PER_CHANNEL, CHAINED, num_warps,
             )),
             (_read, (
                 out, checkpoint, d_ring, smem_states, smem_d, smem_x, smem_v, weights, smem_keys,
-                smem_decay, full, empty, w_full, w_empty, k_full, k_empty, first, step, count,
+                smem_g, decayed, decays, full, empty, w_full, w_empty, k_full, k_empty, first, step, count,
                 1, NP, HV, K, V, BV, STAGES, IS_PER_CHANNEL, CHAINED, num_warps,
             )),
             (_weigh_channels if IS_PER_CHANNEL else _weigh, (
                 q, k, beta, log_decay, k_ring, g_ring, order, ring_read, ring_write, fold_mask,
-                fold_rows, weights, smem_x, smem_keys, smem_decay, w_full, w_empty, k_full, k_empty,
-                first, step, count,
+                fold_rows, weights, smem_x, asked, w_full, w_empty, first, step, count,
                 q_stride, k_stride, beta_stride, g_stride, zero_entry, scale, eps,
                 N, NP, H, HV, K, HAS_NORM, CHAINED,
             )),
             (_fetch, (
-                q, k, v, states, d_ring, k_ring, order, ring_read, read_rows, fold_mask,
-                smem_states, smem_d, smem_x, smem_v, smem_keys, smem_places, smem_entries,
-                full, empty, k_full, k_empty, first, step, count,
+                q, k, v, states, d_ring, k_ring, g_ring, order, ring_read, read_rows, fold_mask,
+                smem_states, smem_d, smem_x, smem_v, smem_keys, smem_g, smem_places, smem_entries,
+                smem_newer, full, empty, k_full, k_empty, asked, first, step, count,
                 q_stride, k_stride, v_stride, zero_entry,
                 N, NP, H, HV, K, V, BV, STAGES, IS_PER_CHANNEL, CHAINED,
             )),

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gapless.ops.linear_replay.arithmetic import _head
+from gapless.ops.linear_replay.arithmetic import _decay, _exact_decay, _head
 from gapless.ops.linear_replay.resident.items import (
     FOLD_DECAY,
     FOLD_ROW,
@@ -25,6 +25,7 @@ from gapless.ops.linear_replay.resident.items import (
     ROW,
     WORDS,
     WRITTEN,
+    _add,
     _bits,
     _number,
     _visited,
@@ -71,11 +72,32 @@ def _store_fold(
 
 
 @gluon.jit
+def _decay_keys(
+    smem_keys, smem_g, decayed, decays, num_folded,
+    NP: gl.constexpr, K: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Store the keys of a fold as they count in it, and what the state decays by [K].
+
+    A thread has a channel. Entries that are not folded become zeros.
+    """
+    KEYS: gl.constexpr = gl.BlockedLayout([NP, 1], [1, 32], [1, num_warps], [0, 1])
+    o_n = gl.arange(0, NP, gl.SliceLayout(1, KEYS))[:, None]
+    keys = smem_keys.load(KEYS).to(gl.float32)
+    g = smem_g.load(KEYS)
+    g_newer = gl.where(o_n + 1 < num_folded, g, 0.0)
+    keys *= _decay(gl.associative_scan(g_newer, 0, _add, reverse=True))
+    decayed.store(gl.where(o_n < num_folded, keys, 0.0))
+    g_oldest = gl.where(o_n == NP - 1, g, 0.0)
+    decays.store(_exact_decay(gl.sum(g_newer, 0) + gl.sum(g_oldest, 0)))
+
+
+@gluon.jit
 def _store_channel_fold(
-    tile, p_out, ring_d, weights, smem_keys, smem_decay, k_full, k_empty, k_phase, first_channel,
+    tile, p_out, ring_d, weights, smem_keys, smem_g, decayed, decays, num_folded,
+    k_full, k_empty, k_phase, first_channel,
     NP: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Store the same with a decay per channel: keys are fp32, and products of 23 bits."""
+    """Store the same with a decay per channel: keys are fp32 then, and products of 23 bits."""
     KB: gl.constexpr = 32
     UNITS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, UNITS, 1)
@@ -86,23 +108,24 @@ def _store_channel_fold(
     o_v = first_channel + gl.arange(0, BV, gl.SliceLayout(1, UNITS))
     o_k = gl.arange(0, KB, gl.SliceLayout(0, UNITS))
     mbarrier.wait(k_full, k_phase)
+    _decay_keys(smem_keys, smem_g, decayed, decays, num_folded, NP, K, num_warps)
+    mbarrier.arrive(k_empty, count=1)
     for c in gl.static_range(K // KB):
-        keys = smem_keys.slice(c * KB, KB, dim=1).load(RIGHT)
-        decay = smem_decay.slice(c * KB, KB).load(gl.SliceLayout(0, UNITS))
+        keys = decayed.slice(c * KB, KB, dim=1).load(RIGHT)
         head = _head(keys)
         added = gl.zeros([BV, KB], gl.float32, UNITS)
         added = mma_v2(d - d_head, head, added, input_precision="tf32")
         added = mma_v2(d_head, keys - head, added, input_precision="tf32")
         added = mma_v2(d_head, head, added, input_precision="tf32")
+        decay = decays.slice(c * KB, KB).load(gl.SliceLayout(0, UNITS))
         state = tile.slice(c * KB, KB, dim=1).load(UNITS) * decay[None, :] + added
         gl.store(p_out + o_v[:, None] * K + (c * KB + o_k)[None, :], state)
-    mbarrier.arrive(k_empty, count=1)
 
 
 @gluon.jit
 def _read(
-    out, checkpoint, d_ring, smem_states, smem_d, smem_x, smem_v, weights, smem_keys, smem_decay,
-    full, empty, w_full, w_empty, k_full, k_empty, first, step, count,
+    out, checkpoint, d_ring, smem_states, smem_d, smem_x, smem_v, weights, smem_keys, smem_g,
+    decayed, decays, full, empty, w_full, w_empty, k_full, k_empty, first, step, count,
     HALF: gl.constexpr, NP: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BV: gl.constexpr, STAGES: gl.constexpr, IS_PER_CHANNEL: gl.constexpr, CHAINED: gl.constexpr,
     num_warps: gl.constexpr,
@@ -158,12 +181,14 @@ def _read(
         y_value = value * _word(own, REST + OUT_OF_VALUE, ROWS)
         row = _bits(_word(own, REST + ROW, ROWS)).to(gl.int64)
         written = _bits(_word(own, REST + WRITTEN, ROWS)).to(gl.int64)
-        if _number(own, REST + NUM_FOLDED, ROWS) != 0:
+        num_folded = _number(own, REST + NUM_FOLDED, ROWS)
+        if num_folded != 0:
             fold_row = _number(own, REST + FOLD_ROW, ROWS).to(gl.int64)
             p_out = checkpoint + (fold_row * HV + head) * (V * K)
             if IS_PER_CHANNEL:
                 _store_channel_fold(
-                    smem_states.index(i), p_out, smem_d.index(i), own, smem_keys, smem_decay,
+                    smem_states.index(i), p_out, smem_d.index(i), own, smem_keys, smem_g,
+                    decayed.index(HALF), decays.index(HALF), num_folded,
                     k_full, k_empty, k_phase, HALF * BV, NP, K, BV, num_warps,
                 )  # fmt: skip
             else:

@@ -23,16 +23,12 @@ from gapless.ops.linear_replay.resident.items import (
     OUT_OF_VALUE,
     ROW,
     WRITTEN,
+    _add,
     _bits,
     _items,
     _pairs,
     _unpacked,
 )
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -185,7 +181,7 @@ def _store_weights(
 @gluon.jit
 def _weigh(
     q, k, beta, log_decay, k_ring, g_ring, order, ring_read, ring_write, fold_mask, fold_rows,
-    weights, _x, _keys, _decays, full, empty, _k_full, _k_empty, first, step, count,
+    weights, _x, asked, full, empty, first, step, count,
     q_stride, k_stride, beta_stride, g_stride, zero_entry, scale, eps,
     N: gl.constexpr, NP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
     HAS_NORM: gl.constexpr, CHAINED: gl.constexpr,
@@ -200,6 +196,7 @@ def _weigh(
     row, head = _group(order, 0, first, step, count, HV, ITEM)
     entries = _load_entries(ring_read, fold_mask, row, zero_entry, N, NP, PAIRS)
     ring = _load_ring(k_ring, g_ring, entries, head, zero_entry, H, HV, K, LAYOUT)
+    mbarrier.arrive(asked, count=1)
     next_row, next_head = _group(order, GROUP, first, step, count, HV, ITEM)
     entries = _load_entries(ring_read, fold_mask, next_row, zero_entry, N, NP, PAIRS)
     later_row, later_head = _group(order, 2 * GROUP, first, step, count, HV, ITEM)

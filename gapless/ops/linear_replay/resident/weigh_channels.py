@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
-from gapless.ops.linear_replay.arithmetic import _decay, _exact_decay
+from gapless.ops.linear_replay.arithmetic import _decay
 from gapless.ops.linear_replay.resident.items import (
     FOLD_ROW,
     GROUP,
@@ -20,17 +20,15 @@ from gapless.ops.linear_replay.resident.items import (
     OF_VALUE,
     OUT_OF_VALUE,
     ROW,
-    WORDS,
     WRITTEN,
+    _add,
     _bits,
     _float_pairs,
-    _number,
     _pairs,
     _unpacked,
     _unpacked_floats,
-    _visited,
 )
-from gapless.ops.linear_replay.resident.weigh import _add, _group, _load_entries
+from gapless.ops.linear_replay.resident.weigh import _group, _load_entries
 
 
 @gluon.jit
@@ -160,41 +158,14 @@ def _store_weights(
 
 
 @gluon.jit
-def _store_fold_keys(
-    k_ring, g_ring, ring_read, smem_keys, smem_decay, row, head, num_folded,
-    N: gl.constexpr, NP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
-):  # fmt: skip
-    """Store the decayed keys [NP, K] of an item that folds, and its state's decays [K].
-
-    A thread has a channel. Entries that are not folded become zeros.
-    """
-    KEYS: gl.constexpr = gl.BlockedLayout([NP, 1], [1, 32], [1, 4], [0, 1])
-    o_n, o_k = gl.arange(0, NP, gl.SliceLayout(1, KEYS)), gl.arange(0, K, gl.SliceLayout(0, KEYS))
-    p_entry = _pairs(ring_read) + (row * N + o_n) * 2
-    entry = gl.load(p_entry, mask=o_n < num_folded, other=0).to(gl.int64)
-    newer = gl.load(p_entry + 2, mask=o_n + 1 < num_folded, other=0).to(gl.int64)
-    oldest = gl.load(_pairs(ring_read) + row * N * 2 + o_k * 0).to(gl.int64)
-    m_keys = (o_n < num_folded)[:, None] & (o_k >= 0)[None, :]
-    m_newer = (o_n + 1 < num_folded)[:, None] & (o_k >= 0)[None, :]
-    p_keys = k_ring + ((entry * H + head // (HV // H)) * K)[:, None] + o_k[None, :]
-    keys = gl.load(p_keys, mask=m_keys, other=0).to(gl.float32)
-    p_newer = g_ring + ((newer * HV + head) * K)[:, None] + o_k[None, :]
-    g_newer = gl.load(p_newer, mask=m_newer, other=0.0)
-    g_oldest = gl.load(g_ring + (oldest * HV + head) * K + o_k)
-    smem_keys.store(keys * _decay(gl.associative_scan(g_newer, 0, _add, reverse=True)))
-    smem_decay.store(_exact_decay(gl.sum(g_newer, 0) + g_oldest))
-
-
-@gluon.jit
 def _weigh_channels(
     q, k, beta, log_decay, k_ring, g_ring, order, ring_read, ring_write, fold_mask, fold_rows,
-    weights, smem_x, smem_keys, smem_decay, full, empty, k_full, k_empty, first, step, count,
+    weights, smem_x, asked, full, empty, first, step, count,
     q_stride, k_stride, beta_stride, g_stride, zero_entry, scale, eps,
     N: gl.constexpr, NP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
     HAS_NORM: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
-    """Work out the weights of all of a program's items, a group at a time, and of those that fold
-    their decayed keys.
+    """Work out the weights of all of a program's items, a group at a time.
 
     What a group needs is asked for a group ahead, its indices two, and its rows three.
     """
@@ -202,12 +173,10 @@ def _weigh_channels(
     # an entry's number takes a register of one thread until it is needed
     ENTRIES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [GROUP, 1], [1, 0])
     ITEM: gl.constexpr = gl.SliceLayout(1, ENTRIES)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    by_item = weights._reinterpret(gl.float32, [2 * GROUP, WORDS], FLAT)
-    NUMBER: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     row, head = _group(order, 0, first, step, count, HV, ITEM)
     entries = _load_entries(ring_read, fold_mask, row, zero_entry, N, NP, ENTRIES)
     ring = _load_ring(k_ring, g_ring, entries, head, zero_entry, H, HV, K, LAYOUT)
+    mbarrier.arrive(asked, count=1)
     next_row, next_head = _group(order, GROUP, first, step, count, HV, ITEM)
     entries = _load_entries(ring_read, fold_mask, next_row, zero_entry, N, NP, ENTRIES)
     later_row, later_head = _group(order, 2 * GROUP, first, step, count, HV, ITEM)
@@ -219,7 +188,6 @@ def _weigh_channels(
     )  # fmt: skip
     i = 0
     phase = 1
-    k_phase = 1
     for j0 in range(0, count, GROUP):
         num_folded = ring[4]
         found = _weights(ring, token, scale, eps, NP, LAYOUT, ENTRIES, HAS_NORM)
@@ -237,19 +205,6 @@ def _weigh_channels(
         )  # fmt: skip
         entries = _load_entries(ring_read, fold_mask, later_row, zero_entry, N, NP, ENTRIES)
         last_row, last_head = _group(order, j0 + 3 * GROUP, first, step, count, HV, ITEM)
-        for j in range(j0, gl.minimum(j0 + GROUP, count)):
-            own = by_item.index(j % (2 * GROUP))
-            own_folded = _number(own, 3 * NP + NUM_FOLDED, NUMBER)
-            if own_folded != 0:
-                own_row = _number(own, 3 * NP + ROW, NUMBER).to(gl.int64)
-                own_head = (first + _visited(j, first, count) * step) % HV
-                mbarrier.wait(k_empty, k_phase)
-                _store_fold_keys(
-                    k_ring, g_ring, ring_read, smem_keys, smem_decay, own_row, own_head, own_folded,
-                    N, NP, H, HV, K,
-                )  # fmt: skip
-                mbarrier.arrive(k_full, count=1)
-                k_phase ^= 1
         row, next_row, later_row = next_row, later_row, last_row
         head, next_head, later_head = next_head, later_head, last_head
         i ^= 1
