@@ -377,7 +377,7 @@ def _product(a: Value, b: Value, c: Value, input_precision: str | None = None) -
     return Value(a @ b + c.tensor)
 
 
-def _scan(x: Value, axis: int, combine: Callable[..., Value], reverse: bool) -> Value:
+def _scan(x: Value, axis: int, combine: Callable[..., Value], reverse: bool = False) -> Value:
     found = x.tensor.clone().movedim(axis, 0)
     places = range(len(found) - 2, -1, -1) if reverse else range(1, len(found))
     for i in places:

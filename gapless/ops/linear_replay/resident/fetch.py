@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
-from gapless.ops.linear_replay.resident.items import _items, _pairs, barrier
+from gapless.ops.linear_replay.resident.items import _items, _newest_first, _pairs, barrier
 
 # items whose places are looked up at once
 CHUNK = gl.constexpr(8)
@@ -24,7 +24,7 @@ def _load_places(
     ITEM: gl.constexpr = gl.SliceLayout(1, PLACES)
     item = _items(j0, first, step, count, CHUNK, ITEM)
     row = gl.load(order + item // HV).to(gl.int32)
-    o_n = gl.arange(0, NP, gl.SliceLayout(0, PLACES))
+    o_n = _newest_first(NP, gl.SliceLayout(0, PLACES))
     p_entry = _pairs(ring_read) + (row * N)[:, None] * 2
     m_n = (row >= 0)[:, None] & (o_n < N)[None, :]
     entries = gl.load(p_entry + o_n[None, :] * 2, mask=m_n, other=zero_entry)

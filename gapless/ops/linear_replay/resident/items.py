@@ -45,6 +45,15 @@ def _items(j0, first, step, count, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _newest_first(NP: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the numbers of a ring's entries [NP] in the order in which all parts have them.
+
+    Decays add up from the newest on, and sums in the other direction take an exchange each.
+    """
+    return NP - 1 - gl.arange(0, NP, LAYOUT)
+
+
+@gluon.jit
 def _add(a, b):
     return a + b
 

@@ -38,7 +38,7 @@ from gapless.ops.linear_replay.resident.weigh_channels import _weigh_channels
 
 # of a thread of the second part that reads, of the one that weighs and the one that fetches; what
 # remains of 128 for each thread is the first's that reads
-REGISTERS = gl.constexpr((144, 184, 40))
+REGISTERS = gl.constexpr((136, 192, 40))
 # with a decay per channel
 CHANNEL_REGISTERS = gl.constexpr((128, 216, 40))
 

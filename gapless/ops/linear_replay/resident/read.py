@@ -27,6 +27,7 @@ from gapless.ops.linear_replay.resident.items import (
     WRITTEN,
     _add,
     _bits,
+    _newest_first,
     _number,
     _visited,
     _word,
@@ -81,11 +82,11 @@ def _decay_keys(
     A thread has a channel. Entries that are not folded become zeros.
     """
     KEYS: gl.constexpr = gl.BlockedLayout([NP, 1], [1, 32], [1, num_warps], [0, 1])
-    o_n = gl.arange(0, NP, gl.SliceLayout(1, KEYS))[:, None]
+    o_n = _newest_first(NP, gl.SliceLayout(1, KEYS))[:, None]
     keys = smem_keys.load(KEYS).to(gl.float32)
     g = smem_g.load(KEYS)
     g_newer = gl.where(o_n + 1 < num_folded, g, 0.0)
-    keys *= _decay(gl.associative_scan(g_newer, 0, _add, reverse=True))
+    keys *= _decay(gl.associative_scan(g_newer, 0, _add))
     decayed.store(gl.where(o_n < num_folded, keys, 0.0))
     g_oldest = gl.where(o_n == NP - 1, g, 0.0)
     decays.store(_exact_decay(gl.sum(g_newer, 0) + gl.sum(g_oldest, 0)))

@@ -26,6 +26,7 @@ from gapless.ops.linear_replay.resident.items import (
     _add,
     _bits,
     _items,
+    _newest_first,
     _pairs,
     _unpacked,
 )
@@ -36,7 +37,7 @@ def _sums(g, LAYOUT: gl.constexpr):
     """Return for each of a group's entries [GROUP, NP] the sum over it and all later ones."""
     # an item's entries in one warp, along its threads
     SCAN: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [GROUP, 1], [1, 0])
-    sums = gl.associative_scan(gl.convert_layout(g, SCAN), 1, _add, reverse=True)
+    sums = gl.associative_scan(gl.convert_layout(g, SCAN), 1, _add)
     return gl.convert_layout(sums, LAYOUT)
 
 
@@ -53,7 +54,7 @@ def _load_entries(
 ):
     """Load of a group's rows the ring entries [GROUP, NP], each one's newer neighbour, the oldest,
     and which are folded."""
-    o_n = gl.arange(0, NP, gl.SliceLayout(0, PAIRS))
+    o_n = _newest_first(NP, gl.SliceLayout(0, PAIRS))
     start = row * N
     m_n = (o_n < N)[None, :] & (start >= 0)[:, None]
     m_newer = (o_n + 1 < N)[None, :] & (start >= 0)[:, None]
@@ -111,7 +112,7 @@ def _products(
     PAIRS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
     ITEM: gl.constexpr = gl.SliceLayout(1, PAIRS)
     keys, num_live = ring[0], ring[3]
-    o_n = gl.arange(0, NP, gl.SliceLayout(0, PAIRS))
+    o_n = _newest_first(NP, gl.SliceLayout(0, PAIRS))
     k_0, k_1 = _unpacked(token[0])
     q_0, q_1 = _unpacked(token[1])
     r_0, r_1 = _unpacked(keys)
@@ -146,7 +147,7 @@ def _store_weights(
     key, _, g, b_beta, written, fold_row = token
     factor, key_scores, query_scores, key_scale, query_scale, pair = products
     b_beta = b_beta.to(gl.float32)
-    o_n = gl.arange(0, NP, gl.SliceLayout(0, PAIRS))
+    o_n = _newest_first(NP, gl.SliceLayout(0, PAIRS))
     o_k = gl.arange(0, K // 2, gl.SliceLayout(0, VECTOR))
     v_head = gl.convert_layout(head, V_ITEM)
     p_written = (gl.convert_layout(written, V_ITEM) * H + v_head // (HV // H)) * K

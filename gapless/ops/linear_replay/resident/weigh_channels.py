@@ -24,6 +24,7 @@ from gapless.ops.linear_replay.resident.items import (
     _add,
     _bits,
     _float_pairs,
+    _newest_first,
     _pairs,
     _unpacked,
     _unpacked_floats,
@@ -93,7 +94,7 @@ def _weights(
     r_0, r_1 = _unpacked(keys)
     newer_0, newer_1 = _unpacked_floats(g_newer)
     oldest_0, oldest_1 = _unpacked_floats(g_oldest)
-    o_n = gl.arange(0, NP, gl.SliceLayout(0, ENTRIES))
+    o_n = _newest_first(NP, gl.SliceLayout(0, ENTRIES))
     live = o_n[None, :] < num_live[:, None]
     factor = gl.where(live, 1.0, 0.0)
     pair = gl.convert_layout(gl.sum(k_0 * q_0 + k_1 * q_1, 1), ITEM)
@@ -106,8 +107,8 @@ def _weights(
         query_scale *= gl.rsqrt(gl.convert_layout(gl.sum(q_0 * q_0 + q_1 * q_1, 1), ITEM) + eps)
     decay_0 = _decay(gl.sum(newer_0, 1) + oldest_0 + g_0)
     decay_1 = _decay(gl.sum(newer_1, 1) + oldest_1 + g_1)
-    r_0 *= _decay(gl.associative_scan(newer_0, 1, _add, reverse=True) + g_0[:, None, :])
-    r_1 *= _decay(gl.associative_scan(newer_1, 1, _add, reverse=True) + g_1[:, None, :])
+    r_0 *= _decay(gl.associative_scan(newer_0, 1, _add) + g_0[:, None, :])
+    r_1 *= _decay(gl.associative_scan(newer_1, 1, _add) + g_1[:, None, :])
     key_scores = gl.sum(r_0 * k_0[:, None, :] + r_1 * k_1[:, None, :], 2)
     query_scores = gl.sum(r_0 * q_0[:, None, :] + r_1 * q_1[:, None, :], 2)
     b_beta = token[3].to(gl.float32)
