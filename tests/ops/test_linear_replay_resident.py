@@ -11,16 +11,19 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from gapless.core.specs.linear import Recurrence
 from gapless.ops.linear_replay import ReplayMemory, resident, triton
 from gapless.ops.linear_replay.resident import kernel
 from tests.ops.compiling import found_by
 from tests.ops.gluon import Launcher
 from tests.ops.test_linear_replay_triton import GDN, KDA, Shape, check_step, lengths_of
+
+if TYPE_CHECKING:
+    from gapless.core.specs.linear import Recurrence
 
 # shared memory of a program on sm_90, of which 1 KiB is the system's
 MOST_SHARED = 227 << 10

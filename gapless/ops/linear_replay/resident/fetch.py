@@ -37,11 +37,10 @@ def _load_places(
 
 
 @gluon.jit
-def _store_places(
-    places, smem_places, smem_entries, smem_newer, j0, IS_PER_CHANNEL: gl.constexpr
-):
+def _store_places(found, places, j0, IS_PER_CHANNEL: gl.constexpr):
     """Put places where all threads find them; those of the chunk before stay."""
-    head, state_row, row, entries, newer = places
+    head, state_row, row, entries, newer = found
+    smem_places, smem_entries, smem_newer = places
     i = j0 // CHUNK % 2
     chunks = smem_places._reinterpret(gl.int32, [8, CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barrier()
@@ -114,12 +113,14 @@ def _fetch_token(
 
 @gluon.jit
 def _fetch_fold_keys(
-    k_ring, g_ring, smem_keys, smem_g, full, smem_entries, smem_newer, j, head,
+    k_ring, g_ring, folded, places, j, head,
     NP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
     IS_PER_CHANNEL: gl.constexpr,
 ):  # fmt: skip
     """Ask for the keys of an item that folds, and if they are per channel for its decays; those of
     the zero entry are zeros."""
+    smem_keys, smem_g, full, _ = folded
+    _, smem_entries, smem_newer = places
     KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     entry = _entries(smem_entries, j, gl.SliceLayout(1, KEYS), NP).to(gl.int64)
     o_k = gl.arange(0, K, gl.SliceLayout(0, KEYS))
@@ -137,8 +138,7 @@ def _fetch_fold_keys(
 @gluon.jit
 def _fetch(
     q, k, v, states, d_ring, k_ring, g_ring, order, ring_read, read_rows, fold_mask,
-    smem_states, smem_d, smem_x, smem_v, smem_keys, smem_g, smem_places, smem_entries,
-    smem_newer, full, empty, k_full, k_empty, asked, first, step, count, q_stride, k_stride, v_stride, zero_entry,
+    fetched, folded, places, asked, visits, q_stride, k_stride, v_stride, zero_entry,
     N: gl.constexpr, NP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
     V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, IS_PER_CHANNEL: gl.constexpr,
     CHAINED: gl.constexpr,
@@ -147,11 +147,15 @@ def _fetch(
     PLACES: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0])
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    smem_states, smem_d, smem_x, smem_v, full, empty = fetched
+    smem_places, smem_entries, _ = places
+    k_empty = folded[3]
+    first, step, count = visits
     flat = smem_places._reinterpret(gl.int32, [8 * CHUNK, 1], FLAT)
-    places = _load_places(
+    found = _load_places(
         order, ring_read, read_rows, fold_mask, 0, first, step, count, zero_entry, N, NP, HV, PLACES
     )
-    _store_places(places, smem_places, smem_entries, smem_newer, 0, IS_PER_CHANNEL)
+    _store_places(found, places, 0, IS_PER_CHANNEL)
     for j in gl.static_range(STAGES):
         if j < count:
             if j == 1:
@@ -169,7 +173,7 @@ def _fetch(
                 p_d = d_ring + head * V + half * BV
                 i = half * STAGES + j
                 _fetch_ring(p_d, smem_d, smem_entries, i, j, zero_entry, NP, BV, HV * V)
-    places = _load_places(
+    found = _load_places(
         order, ring_read, read_rows, fold_mask, CHUNK, first, step, count, zero_entry,
         N, NP, HV, PLACES,
     )  # fmt: skip
@@ -182,9 +186,8 @@ def _fetch(
             if is_folding:
                 mbarrier.wait(k_empty, k_phase)
                 _fetch_fold_keys(
-                    k_ring, g_ring, smem_keys, smem_g, k_full, smem_entries, smem_newer, j, head,
-                    NP, H, HV, K, IS_PER_CHANNEL,
-                )  # fmt: skip
+                    k_ring, g_ring, folded, places, j, head, NP, H, HV, K, IS_PER_CHANNEL
+                )
                 k_phase ^= 1
             _fetch_token(
                 q, k, v, smem_x, smem_v, full, row, head, j, q_stride, k_stride, v_stride,
@@ -196,10 +199,7 @@ def _fetch(
         row, state_row, head, is_folding = _place(flat, j, LAYOUT)
         if is_folding:
             mbarrier.wait(k_empty, k_phase)
-            _fetch_fold_keys(
-                k_ring, g_ring, smem_keys, smem_g, k_full, smem_entries, smem_newer, j, head,
-                NP, H, HV, K, IS_PER_CHANNEL,
-            )  # fmt: skip
+            _fetch_fold_keys(k_ring, g_ring, folded, places, j, head, NP, H, HV, K, IS_PER_CHANNEL)
             k_phase ^= 1
         first_channel = (state_row * HV + head) * V
         for half in gl.static_range(2):
@@ -213,8 +213,8 @@ def _fetch(
             H, HV, K, V, STAGES, IS_PER_CHANNEL,
         )  # fmt: skip
         if (j + 1) % CHUNK == 0:
-            _store_places(places, smem_places, smem_entries, smem_newer, j + 1, IS_PER_CHANNEL)
-            places = _load_places(
+            _store_places(found, places, j + 1, IS_PER_CHANNEL)
+            found = _load_places(
                 order, ring_read, read_rows, fold_mask, j + 1 + CHUNK, first, step, count,
                 zero_entry, N, NP, HV, PLACES,
             )  # fmt: skip

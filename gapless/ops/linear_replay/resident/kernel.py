@@ -94,25 +94,22 @@ def _resident_kernel(
     smem_d = gl.allocate_shared_memory(gl.float32, [2 * STAGES, NP, BV], PLAIN)
     smem_v = gl.allocate_shared_memory(short, [STAGES, V], FLAT)
     weights = gl.allocate_shared_memory(gl.float32, [2, GROUP, WORDS], PLAIN)
-    # what states are read with for d and for the output
+    keys = gl.allocate_shared_memory(short, [NP, K], KEYS)
+    places = gl.allocate_shared_memory(gl.int32, [8 * CHUNK], FLAT)
+    entries = gl.allocate_shared_memory(gl.int32, [2, CHUNK, NP], PLAIN)
     if IS_PER_CHANNEL:
+        # of a group, decayed: what states are read with for d and for the output
         smem_x = gl.allocate_shared_memory(gl.float32, [2, GROUP, 2 * K], PLAIN)
-        smem_g = gl.allocate_shared_memory(gl.float32, [NP, K], PLAIN)
-        # decayed keys, of each half's readers
+        newer = gl.allocate_shared_memory(gl.int32, [2, CHUNK, NP], PLAIN)
+        fold_g = gl.allocate_shared_memory(gl.float32, [NP, K], PLAIN)
+        # of each half's readers
         DECAYED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
         decayed = gl.allocate_shared_memory(gl.float32, [2, NP, K], DECAYED)
         decays = gl.allocate_shared_memory(gl.float32, [2, K], FLAT)
     else:
+        # of each item, as they are: its key and query
         smem_x = gl.allocate_shared_memory(short, [STAGES, 2 * K], FLAT)
-        smem_g = smem_x
-        decayed = smem_x
-        decays = smem_x
-    smem_keys = gl.allocate_shared_memory(short, [NP, K], KEYS)
-    smem_places = gl.allocate_shared_memory(gl.int32, [8 * CHUNK], FLAT)
-    smem_entries = gl.allocate_shared_memory(gl.int32, [2, CHUNK, NP], PLAIN)
-    smem_newer = smem_entries
-    if IS_PER_CHANNEL:
-        smem_newer = gl.allocate_shared_memory(gl.int32, [2, CHUNK, NP], PLAIN)
+        newer, fold_g, decayed, decays = entries, keys, keys, keys  # not used
     full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER)
     w_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
@@ -131,29 +128,29 @@ def _resident_kernel(
     mbarrier.init(k_empty, count=2)
     mbarrier.init(asked, count=1)
     first, step = gl.program_id(0), gl.num_programs(0)
-    count = (num_items - first + step - 1) // step
+    visits = (first, step, (num_items - first + step - 1) // step)
+    fetched = (smem_states, smem_d, smem_x, smem_v, full, empty)
+    weighed = (weights, smem_x, w_full, w_empty)
+    folded = (keys, fold_g, k_full, k_empty)
     gl.warp_specialize(
         [
             (_read, (
-                out, checkpoint, d_ring, smem_states, smem_d, smem_x, smem_v, weights, smem_keys,
-                smem_g, decayed, decays, full, empty, w_full, w_empty, k_full, k_empty, first, step, count,
+                out, checkpoint, d_ring, fetched, weighed, folded, (decayed, decays), visits,
                 0, NP, HV, K, V, BV, STAGES, IS_PER_CHANNEL, CHAINED, num_warps,
             )),
             (_read, (
-                out, checkpoint, d_ring, smem_states, smem_d, smem_x, smem_v, weights, smem_keys,
-                smem_g, decayed, decays, full, empty, w_full, w_empty, k_full, k_empty, first, step, count,
+                out, checkpoint, d_ring, fetched, weighed, folded, (decayed, decays), visits,
                 1, NP, HV, K, V, BV, STAGES, IS_PER_CHANNEL, CHAINED, num_warps,
             )),
             (_weigh_channels if IS_PER_CHANNEL else _weigh, (
                 q, k, beta, log_decay, k_ring, g_ring, order, ring_read, ring_write, fold_mask,
-                fold_rows, weights, smem_x, asked, w_full, w_empty, first, step, count,
+                fold_rows, weighed, asked, visits,
                 q_stride, k_stride, beta_stride, g_stride, zero_entry, scale, eps,
                 N, NP, H, HV, K, HAS_NORM, CHAINED,
             )),
             (_fetch, (
                 q, k, v, states, d_ring, k_ring, g_ring, order, ring_read, read_rows, fold_mask,
-                smem_states, smem_d, smem_x, smem_v, smem_keys, smem_g, smem_places, smem_entries,
-                smem_newer, full, empty, k_full, k_empty, asked, first, step, count,
+                fetched, folded, (places, entries, newer), asked, visits,
                 q_stride, k_stride, v_stride, zero_entry,
                 N, NP, H, HV, K, V, BV, STAGES, IS_PER_CHANNEL, CHAINED,
             )),

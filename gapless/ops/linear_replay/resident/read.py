@@ -43,13 +43,14 @@ def _partial(products, PARTS: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.cons
 
 @gluon.jit
 def _store_fold(
-    tile, p_out, ring_d, weights, smem_keys, k_full, k_empty, k_phase, first_channel,
+    tile, p_out, ring_d, weights, folded, k_phase, first_channel,
     NP: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Store a tile of a folded state, as `fold_kernels._store_fold` does.
 
     d enters the matrix units as three bfloat16 values, 24 bits.
     """
+    smem_keys, _, k_full, k_empty = folded
     UNITS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, UNITS, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, UNITS, 2)
@@ -74,8 +75,8 @@ def _store_fold(
 
 @gluon.jit
 def _decay_keys(
-    smem_keys, smem_g, decayed, decays, num_folded,
-    NP: gl.constexpr, K: gl.constexpr, num_warps: gl.constexpr,
+    smem_keys, smem_g, decayed, decays, num_folded, NP: gl.constexpr, K: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Store the keys of a fold as they count in it, and what the state decays by [K].
 
@@ -94,11 +95,11 @@ def _decay_keys(
 
 @gluon.jit
 def _store_channel_fold(
-    tile, p_out, ring_d, weights, smem_keys, smem_g, decayed, decays, num_folded,
-    k_full, k_empty, k_phase, first_channel,
+    tile, p_out, ring_d, weights, folded, k_phase, decayed, decays, num_folded, first_channel,
     NP: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Store the same with a decay per channel: keys are fp32 then, and products of 23 bits."""
+    smem_keys, smem_g, k_full, k_empty = folded
     KB: gl.constexpr = 32
     UNITS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, UNITS, 1)
@@ -125,8 +126,7 @@ def _store_channel_fold(
 
 @gluon.jit
 def _read(
-    out, checkpoint, d_ring, smem_states, smem_d, smem_x, smem_v, weights, smem_keys, smem_g,
-    decayed, decays, full, empty, w_full, w_empty, k_full, k_empty, first, step, count,
+    out, checkpoint, d_ring, fetched, weighed, folded, decayed, visits,
     HALF: gl.constexpr, NP: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BV: gl.constexpr, STAGES: gl.constexpr, IS_PER_CHANNEL: gl.constexpr, CHAINED: gl.constexpr,
     num_warps: gl.constexpr,
@@ -142,6 +142,9 @@ def _read(
     REST: gl.constexpr = 3 * NP
     o_v = HALF * BV + gl.arange(0, BV, ROWS)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    smem_states, smem_d, smem_x, smem_v, full, empty = fetched
+    weights, _, w_full, w_empty = weighed
+    first, step, count = visits
     weights = weights._reinterpret(gl.float32, [2 * GROUP, WORDS], FLAT)
     if IS_PER_CHANNEL:
         smem_x = smem_x._reinterpret(gl.float32, [2 * GROUP, 2 * K], FLAT)
@@ -188,14 +191,14 @@ def _read(
             p_out = checkpoint + (fold_row * HV + head) * (V * K)
             if IS_PER_CHANNEL:
                 _store_channel_fold(
-                    smem_states.index(i), p_out, smem_d.index(i), own, smem_keys, smem_g,
-                    decayed.index(HALF), decays.index(HALF), num_folded,
-                    k_full, k_empty, k_phase, HALF * BV, NP, K, BV, num_warps,
+                    smem_states.index(i), p_out, smem_d.index(i), own, folded, k_phase,
+                    decayed[0].index(HALF), decayed[1].index(HALF), num_folded, HALF * BV,
+                    NP, K, BV, num_warps,
                 )  # fmt: skip
             else:
                 _store_fold(
-                    smem_states.index(i), p_out, smem_d.index(i), own, smem_keys,
-                    k_full, k_empty, k_phase, HALF * BV, NP, K, BV, num_warps,
+                    smem_states.index(i), p_out, smem_d.index(i), own, folded, k_phase,
+                    HALF * BV, NP, K, BV, num_warps,
                 )  # fmt: skip
             k_phase ^= 1
         mbarrier.arrive(empty.index(i), count=1)

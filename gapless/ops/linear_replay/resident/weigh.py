@@ -182,7 +182,7 @@ def _store_weights(
 @gluon.jit
 def _weigh(
     q, k, beta, log_decay, k_ring, g_ring, order, ring_read, ring_write, fold_mask, fold_rows,
-    weights, _x, asked, full, empty, first, step, count,
+    weighed, asked, visits,
     q_stride, k_stride, beta_stride, g_stride, zero_entry, scale, eps,
     N: gl.constexpr, NP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
     HAS_NORM: gl.constexpr, CHAINED: gl.constexpr,
@@ -194,6 +194,8 @@ def _weigh(
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 2, 16], [GROUP, 1, 1], [2, 1, 0])
     PAIRS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
     ITEM: gl.constexpr = gl.SliceLayout(1, PAIRS)
+    weights, _, full, empty = weighed
+    first, step, count = visits
     row, head = _group(order, 0, first, step, count, HV, ITEM)
     entries = _load_entries(ring_read, fold_mask, row, zero_entry, N, NP, PAIRS)
     ring = _load_ring(k_ring, g_ring, entries, head, zero_entry, H, HV, K, LAYOUT)

@@ -161,7 +161,7 @@ def _store_weights(
 @gluon.jit
 def _weigh_channels(
     q, k, beta, log_decay, k_ring, g_ring, order, ring_read, ring_write, fold_mask, fold_rows,
-    weights, smem_x, asked, full, empty, first, step, count,
+    weighed, asked, visits,
     q_stride, k_stride, beta_stride, g_stride, zero_entry, scale, eps,
     N: gl.constexpr, NP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
     HAS_NORM: gl.constexpr, CHAINED: gl.constexpr,
@@ -174,6 +174,8 @@ def _weigh_channels(
     # an entry's number takes a register of one thread until it is needed
     ENTRIES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [GROUP, 1], [1, 0])
     ITEM: gl.constexpr = gl.SliceLayout(1, ENTRIES)
+    weights, smem_x, full, empty = weighed
+    first, step, count = visits
     row, head = _group(order, 0, first, step, count, HV, ITEM)
     entries = _load_entries(ring_read, fold_mask, row, zero_entry, N, NP, ENTRIES)
     ring = _load_ring(k_ring, g_ring, entries, head, zero_entry, H, HV, K, LAYOUT)
