@@ -619,15 +619,15 @@ def sweep(device: torch.device) -> list[dict[str, Any]]:
 
 def resident(device: torch.device) -> list[dict[str, Any]]:
     """Check the resident kernel, and time it beside the launches that it takes the place of."""
-    case, rows = Case(GDN), (64, 128, 256)
-    compile_all([(case, case.launch(size)) for size in rows])
+    chosen = list(product((Case(GDN), Case(KDA)), (64, 128, 256)))
+    compile_all([(case, case.launch(size)) for case, size in chosen])
     torch.manual_seed(0)
-    checks = [result for size in rows for result in _step_results(case, size, device)]
+    checks = [result for case, size in chosen for result in _step_results(case, size, device)]
     wrong = [result for result in checks if not result["ok"]]
     if wrong:
         return wrong
     found = []
-    for size in rows:
+    for case, size in chosen:
         timing = Timing(case, size, device)
         found += [timing.row(), timing.row(case.launch(size))]
     return found

@@ -11,6 +11,8 @@ from gapless.ops.linear_replay import resident
 
 pytestmark = pytest.mark.gpu
 
+DELTA_RULES = (Recurrence.GATED_DELTA, Recurrence.KIMI_DELTA)
+
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -29,28 +31,35 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 # 132 programs of 32 heads a row: fewer rows than programs have items on their way, and many more
 @pytest.mark.parametrize("rows", [1, 8, 12, 33, 64, 131, 256])
-def test_resident_rows_are_what_the_definition_says(rows: int, launches: list[int]) -> None:
+@pytest.mark.parametrize("recurrence", DELTA_RULES)
+def test_resident_rows_are_what_the_definition_says(
+    recurrence: Recurrence, rows: int, launches: list[int]
+) -> None:
     torch.manual_seed(rows)
-    results = _step_results(Case(Recurrence.GATED_DELTA), rows, torch.device("cuda"))
+    results = _step_results(Case(recurrence), rows, torch.device("cuda"))
     assert launches == [rows + 1], "with the padded row"
     assert not [found for found in results if not found["ok"]]
 
 
 @pytest.mark.parametrize("replay_len", [5, 9, 15])
-def test_rings_of_other_lengths(replay_len: int, launches: list[int]) -> None:
+@pytest.mark.parametrize("recurrence", DELTA_RULES)
+def test_rings_of_other_lengths(
+    recurrence: Recurrence, replay_len: int, launches: list[int]
+) -> None:
     torch.manual_seed(replay_len)
-    case = Case(Recurrence.GATED_DELTA, replay_len=replay_len)
+    case = Case(recurrence, replay_len=replay_len)
     results = _step_results(case, 40, torch.device("cuda"))
     assert launches == [41]
     assert not [found for found in results if not found["ok"]]
 
 
-def test_steps_repeat_to_the_bit(launches: list[int]) -> None:
+@pytest.mark.parametrize("recurrence", DELTA_RULES)
+def test_steps_repeat_to_the_bit(recurrence: Recurrence, launches: list[int]) -> None:
     """Whichever part is faster, sums are the same."""
     from benchmarks.gpu.linear_replay import Decoding, Inputs, call
 
     device = torch.device("cuda")
-    case = Case(Recurrence.GATED_DELTA)
+    case = Case(recurrence)
     decoding = Decoding(case, 100, device)
     inputs = Inputs.draw(case, 100, device)
     start = decoding.memory()

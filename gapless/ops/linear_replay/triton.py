@@ -3,8 +3,7 @@
 Same functions and meaning as `reference.py`. The ring entry of zeros is the rings' last one, so
 that it is recognised and not read. One token takes the launch of `token_kernel.py`; with many rows,
 or a decay per channel, a weights kernel and the launch of `token_stream_kernel.py`; on a Hopper GPU
-rows of a delta rule with one decay per head take the launch of `resident/kernel.py` where it serves
-them. Windows of several take a weights kernel and the launch of `window_stream_kernel.py`.
+many rows of a delta rule take the launch of `resident/kernel.py` where it serves them. Windows of several take a weights kernel and the launch of `window_stream_kernel.py`.
 """
 
 from __future__ import annotations

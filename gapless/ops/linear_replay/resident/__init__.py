@@ -20,7 +20,8 @@ LEAST_ITEMS = 64 * 32
 LEAST_ENTRIES, MOST_ENTRIES = 5, 16
 DIM = 128  # K and V
 STAGES = 3
-CHANNEL_STAGES = 2  # decayed keys and what states are read with take the room of the third
+# vectors and decays of each channel take the room of the third
+CHANNEL_STAGES = 2
 
 
 def can_reside(
@@ -31,7 +32,7 @@ def can_reside(
     """Whether the resident kernel serves windows of one token.
 
     It does with a delta rule, enough rows and value heads, bfloat16 keys and fp32 states of
-    128 x 128, one decay per head, rows that start at 16 bytes, and a Hopper GPU.
+    128 x 128, rows that start at 16 bytes, and a Hopper GPU.
     """
     q, k, v, beta, log_decay = inputs
     return (
