@@ -10,7 +10,7 @@ figure is the mean over the steps of one cycle of L, each step the median of sev
 floor of a step is what its rows must move: the state once, once more where a row folds, the ring
 entries that a row holds, its window's entries, inputs and outputs. `--quick` checks and measures
 the main shapes, `--measure` all; `--sweep` checks and times the settings that a shape could have;
-`--resident` checks and times the resident kernel beside those that serve where it cannot; `--dump`
+`--resident` checks and times the resident kernels beside those that serve where it cannot; `--dump`
 shows for the stream kernels how the machine code orders its reads and the wait for the
 weights.
 """
@@ -32,6 +32,7 @@ from gapless.core.specs.linear import Recurrence
 from gapless.ops.linear_replay import ReplayIndices, ReplayMemory, reference
 from gapless.ops.linear_replay import triton as kernels
 from gapless.ops.linear_replay.resident import can_reside
+from gapless.ops.linear_replay.resident.window import can_reside_window
 from gapless.ops.linear_replay.token_kernel import _token_kernel
 from gapless.ops.linear_replay.token_stream_kernel import _token_stream_kernel
 from gapless.ops.linear_replay.tuning import Launch, launch_of
@@ -461,9 +462,10 @@ class Timing:
 
     def kernel(self, launch: Launch | None) -> str:
         """Return which kind of kernel is timed."""
-        if launch is None and self.case.width == 1:
+        if launch is None:
             num_replayed = self.decoding.indices.ring_read.shape[1]
-            if can_reside(self.inputs.args, self.layers[0], num_replayed):
+            asked = can_reside if self.case.width == 1 else can_reside_window
+            if asked(self.inputs.args, self.layers[0], num_replayed):
                 return "resident"
         return self.case.kernel
 
@@ -485,7 +487,9 @@ class Timing:
 
 # step shapes that are measured: W, L and tokens accepted
 SHAPES = ((1, 16, 1), (1, 1, 1), (4, 16, 3))
-# and of the delta rules' other settings of windows
+# of windows that a resident kernel serves, with few ring entries and with more
+RESIDENT_WINDOWS = ((4, 16, 3), (4, 13, 3), (2, 16, 2), (2, 15, 2))
+# of the delta rules' other settings of windows
 OTHER_WINDOWS = ((2, 16, 2), (8, 16, 5), (16, 16, 8))
 
 
@@ -618,8 +622,9 @@ def sweep(device: torch.device) -> list[dict[str, Any]]:
 
 
 def resident(device: torch.device) -> list[dict[str, Any]]:
-    """Check the resident kernel, and time it beside the launches that it takes the place of."""
-    chosen = list(product((Case(GDN), Case(KDA)), (64, 128, 256)))
+    """Check the resident kernels, and time them beside the launches that they take the place of."""
+    windows = [Case(rule, *shape) for rule, shape in product((GDN, KDA), RESIDENT_WINDOWS)]
+    chosen = list(product([Case(GDN), Case(KDA), *windows], (64, 128, 256)))
     compile_all([(case, case.launch(size)) for case, size in chosen])
     torch.manual_seed(0)
     checks = [result for case, size in chosen for result in _step_results(case, size, device)]

@@ -1,4 +1,4 @@
-"""The resident kernel against the definition in float64, on memory that is poisoned elsewhere."""
+"""The resident kernels against the definition in float64, on memory that is poisoned elsewhere."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from benchmarks.gpu.linear_replay import Case, _step_results
 from gapless.core.specs.linear import Recurrence
 from gapless.ops.linear_replay import resident
+from gapless.ops.linear_replay.resident import window
 
 pytestmark = pytest.mark.gpu
 
@@ -71,3 +72,33 @@ def test_steps_repeat_to_the_bit(recurrence: Recurrence, launches: list[int]) ->
     assert len(launches) == 20
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
+
+
+@pytest.fixture
+def window_launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each launch of the resident kernel of windows."""
+    monkeypatch.setattr(window, "LEAST_WINDOW_ITEMS", 1)
+    found: list[int] = []
+    run = window.run_resident_window
+
+    def counted(
+        records: torch.Tensor, vectors: tuple[torch.Tensor, ...], *args: object, **settings: object
+    ) -> object:
+        found.append(vectors[0].shape[1])
+        return run(records, vectors, *args, **settings)
+
+    monkeypatch.setattr("gapless.ops.linear_replay.triton.run_resident_window", counted)
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 12, 64, 131])
+@pytest.mark.parametrize(("width", "replay_len"), [(2, 15), (3, 5), (4, 13), (4, 16)])
+@pytest.mark.parametrize("recurrence", [Recurrence.GATED_DELTA, Recurrence.KIMI_DELTA])
+def test_resident_windows_are_what_the_definition_says(
+    recurrence: Recurrence, width: int, replay_len: int, rows: int, window_launches: list[int]
+) -> None:
+    torch.manual_seed(rows)
+    case = Case(recurrence, width, replay_len, width)
+    results = _step_results(case, rows, torch.device("cuda"))
+    assert window_launches == [width]
+    assert not [found for found in results if not found["ok"]]

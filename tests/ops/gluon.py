@@ -3,11 +3,11 @@
 A kernel's functions run as they are, with torch in the place of the language: layouts say nothing,
 values are whole tensors, pointers are places in a tensor's storage. Each part of a specialised
 kernel is a thread of which one runs at a time: at each barrier and copy a seeded choice says which
-goes on, and copies under way end at a seeded time too. What a copy is on its way to holds NaN until
-then, so a part that reads too early, or one that lets go too early, is found by what it computes;
-parts that wait for each other for ever are told apart by name.
+goes on, and copies under way end at a seeded time too, some of them late. What a copy is on its way
+to holds NaN until then, so a part that reads too early, or one that lets go too early, is found by
+what it computes; parts that wait for each other for ever are told apart by name.
 
-Only what the resident replay kernel uses is there.
+Only what the resident replay kernels use is there.
 """
 
 from __future__ import annotations
@@ -119,6 +119,17 @@ class Pointer:
         return Pointer(self.memory, self.places[places])
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Places in the storage of one of two tensors of a type."""
+
+    first: Pointer
+    second: Pointer
+    is_first: torch.Tensor
+    first_places: torch.Tensor
+    second_places: torch.Tensor
+
+
 class Shared:
     """A part of shared memory."""
 
@@ -161,6 +172,10 @@ class Barrier:
         assert self.pending >= 0, "more have arrived than are expected"
         if self.pending == 0 and self.missing == 0:
             self.pending, self.phase = self.count, self.phase ^ 1
+
+
+class Late(list[Any]):
+    """A copy that others overtake."""
 
 
 @dataclass(eq=False)
@@ -249,8 +264,11 @@ class Multiprocessor:
             ready = [part for part in self.parts if part.is_ready()]
             waiting = [copies for copies in self.under_way if copies]
             if waiting and (not ready or self.random.random() < 0.3):
+                copies = self.random.choice(waiting)
+                if ready and isinstance(copies, Late) and self.random.random() < 0.95:
+                    continue
                 try:
-                    self.random.choice(waiting).pop(0)()
+                    copies.pop(0)()
                 except AssertionError as error:
                     self.error = error
             elif ready:
@@ -281,15 +299,16 @@ class Multiprocessor:
             arange=lambda start, end, _=None: Value(torch.arange(start, end, dtype=torch.int32)),
             zeros=lambda shape, dtype, _: Value(torch.zeros(shape, dtype=dtype)),
             full_like=lambda x, value: Value(torch.full_like(x.tensor, value)),
-            where=lambda m, a, b: Value(torch.where(_raw(m), _raw(a), _raw(b))),
+            where=_where,
             minimum=partial(_extreme, torch.minimum, min),
             maximum=partial(_extreme, torch.maximum, max),
             exp2=lambda x: Value(x.tensor.exp2()), floor=lambda x: Value(x.tensor.floor()),
             rsqrt=lambda x: Value(x.tensor.rsqrt()),
             sum=lambda x, axis: Value(x.tensor.sum(axis, dtype=x.dtype)),
             reshape=lambda x, shape: Value(x.tensor.reshape(*shape)),
+            permute=lambda x, axes: Value(x.tensor.permute(*axes)),
             join=lambda a, b: Value(torch.stack([a.tensor, b.tensor], -1)),
-            convert_layout=lambda x, _: x, associative_scan=_scan, load=_load, store=_store,
+            convert_layout=lambda x, *_, **__: x, associative_scan=_scan, load=_load, store=_store,
             allocate_shared_memory=_allocate, program_id=lambda _: self.program,
             num_programs=lambda _: self.num_programs, warp_specialize=self.warp_specialize,
             **dict.fromkeys(
@@ -309,7 +328,7 @@ class Multiprocessor:
         return {
             "gl": gl, "tl": gl, "async_copy": copies, "mbarrier": barriers,
             "tma": SimpleNamespace(async_copy_global_to_shared=self._copy_tile),
-            "mma_v2": _product,
+            "mma_v2": _multiply,
             "barrier": lambda: None, "gdc_wait": lambda: None,
             "gdc_launch_dependents": lambda: None,
         }  # fmt: skip
@@ -338,10 +357,11 @@ class Multiprocessor:
             target.tensor.copy_(source.base[row : row + rows, :columns])
             self._barrier(place).arrive(num_bytes=-target.tensor.nbytes)
 
-        self.under_way.append([end])
+        kind = Late if self.random.random() < 0.2 else list
+        self.under_way.append(kind([end]))
         self._pause()
 
-    def _copy(self, target: Shared, source: Pointer, mask: Value | None = None) -> None:
+    def _copy(self, target: Shared, source: Pointer | Choice, mask: Value | None = None) -> None:
         target.tensor.fill_(float("nan"))
         other = None if mask is None else 0
         self._queue().append(lambda: target.store(_load(source, mask, other)))
@@ -361,20 +381,32 @@ class Multiprocessor:
         return queue
 
 
+def _where(mask: Value, a: Any, b: Any) -> Any:
+    if not isinstance(a, Pointer):
+        return Value(torch.where(_raw(mask), _raw(a), _raw(b)))
+    sources = torch.broadcast_tensors(_raw(mask), a.places, b.places)
+    return Choice(a, b, *sources)
+
+
+def _multiply(a: Value, b: Value, sums: Value, input_precision: str | None = None) -> Value:
+    """Return a @ b + sums; of fp32 the matrix units take the leading 11 bits."""
+    assert (input_precision == "tf32") == (a.dtype is torch.float32)
+    left, right = (_leading(x.tensor) for x in (a, b))
+    return Value(left @ right + sums.tensor)
+
+
+def _leading(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype is not torch.float32:
+        return x.float()
+    return (x.contiguous().view(torch.int32) & -8192).view(torch.float32)
+
+
 def _extreme(of_tensors: Any, of_numbers: Any, a: Any, b: Any) -> Any:
     if not isinstance(a, Value) and not isinstance(b, Value):
         return of_numbers(a, b)
     a, b = (torch.as_tensor(_raw(x)) for x in (a, b))
     dtype = a.dtype if a.ndim else b.dtype
     return Value(of_tensors(a.to(dtype), b.to(dtype)))
-
-
-def _product(a: Value, b: Value, c: Value, input_precision: str | None = None) -> Value:
-    a, b = (x.tensor.float() for x in (a, b))
-    if input_precision == "tf32":
-        # matrix units do not see the lower 13 bits
-        a, b = ((x.view(torch.int32) & -8192).view(torch.float32) for x in (a, b))
-    return Value(a @ b + c.tensor)
 
 
 def _scan(x: Value, axis: int, combine: Callable[..., Value], reverse: bool = False) -> Value:
@@ -385,7 +417,18 @@ def _scan(x: Value, axis: int, combine: Callable[..., Value], reverse: bool = Fa
     return Value(found.movedim(0, axis))
 
 
-def _load(pointer: Pointer, mask: Value | None = None, other: Any = None) -> Value:
+def _load(pointer: Pointer | Choice, mask: Value | None = None, other: Any = None) -> Value:
+    if isinstance(pointer, Choice):
+        first, second = pointer.first, pointer.second
+        live = torch.tensor(True) if mask is None else mask.tensor
+        found = [
+            _load(Pointer(p.memory, places), Value(live & chosen), 0).tensor
+            for p, places, chosen in (
+                (first, pointer.first_places, pointer.is_first),
+                (second, pointer.second_places, ~pointer.is_first),
+            )
+        ]
+        return Value(torch.where(pointer.is_first, *found))
     if mask is None:
         return Value(pointer.memory[pointer.places])
     places, live = torch.broadcast_tensors(pointer.places, mask.tensor)

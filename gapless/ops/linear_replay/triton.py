@@ -3,7 +3,9 @@
 Same functions and meaning as `reference.py`. The ring entry of zeros is the rings' last one, so
 that it is recognised and not read. One token takes the launch of `token_kernel.py`; with many rows,
 or a decay per channel, a weights kernel and the launch of `token_stream_kernel.py`; on a Hopper GPU
-many rows of a delta rule take the launch of `resident/kernel.py` where it serves them. Windows of several take a weights kernel and the launch of `window_stream_kernel.py`.
+many rows of a delta rule take the launch of `resident/kernel.py` where it serves them. Windows of
+several take a weights kernel and the launch of `window_stream_kernel.py`, or that of
+`resident/window/kernel.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from gapless.ops.linear_replay.channel_weights_kernels import (
 )
 from gapless.ops.linear_replay.fold_kernels import _fold_stream_kernel, _fold_weights_kernel
 from gapless.ops.linear_replay.resident import can_reside, run_resident
+from gapless.ops.linear_replay.resident.window import can_reside_window, run_resident_window
 from gapless.ops.linear_replay.token_kernel import _token_kernel
 from gapless.ops.linear_replay.token_stream_kernel import _token_stream_kernel
 from gapless.ops.linear_replay.token_weights_kernel import _token_weights_kernel
@@ -105,14 +108,16 @@ def replay_window(
     inputs = (q, k, v, beta if beta is None else _inner_contiguous(beta, 1), log_decay)
     if width == 1 and launch is None and can_reside(inputs, memory, num_replayed):
         return run_resident(inputs, memory, indices, l2norm_eps=l2norm_eps, scale=scale)
+    resides = launch is None and can_reside_window(inputs, memory, num_replayed)
     launch = launch or launch_of(width, num_replayed, rows=len(q), recurrence=recurrence)
     if width == 1:
         is_shared = _has_records(recurrence, num_replayed, launch)
         run = _run_shared_token if is_shared else _run_token
         return run(inputs, memory, indices, launch, l2norm_eps=l2norm_eps, scale=scale)
     return _run_window(
-        inputs, memory, indices, launch, l2norm_eps=l2norm_eps, scale=scale, ancestors=ancestors
-    )
+        inputs, memory, indices, launch, resides=resides,
+        l2norm_eps=l2norm_eps, scale=scale, ancestors=ancestors,
+    )  # fmt: skip
 
 
 def _has_records(recurrence: Recurrence, num_replayed: int, launch: Launch) -> bool:
@@ -202,6 +207,7 @@ def _run_window(
     indices: ReplayIndices,
     launch: Launch,
     *,
+    resides: bool,
     l2norm_eps: float | None,
     scale: float,
     ancestors: Tensor | None,
@@ -236,6 +242,8 @@ def _run_window(
             IS_SHORT=q.is_cuda and q.dtype is memory.k_ring.dtype and q.dtype is not torch.float32,
             num_warps=launch.weights_warps, maxnreg=SCORES_REGISTERS, **chained(q),
         )  # fmt: skip
+    if resides:
+        return run_resident_window(records, (q, k, v), memory, indices, settings)
     out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     block_v = min(launch.block_v, value_dim)
     is_one_warp = launch.num_warps == 1

@@ -112,20 +112,28 @@ def _fetch_token(
 
 
 @gluon.jit
-def _fetch_fold_keys(
-    k_ring, g_ring, folded, places, j, head,
+def _fetch_keys(
+    k_ring, smem_keys, smem_entries, j, head,
     NP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
-    IS_PER_CHANNEL: gl.constexpr,
 ):  # fmt: skip
-    """Ask for the keys of an item that folds, and if they are per channel for its decays; those of
-    the zero entry are zeros."""
-    smem_keys, smem_g, full, _ = folded
-    _, smem_entries, smem_newer = places
+    """Ask for the keys of a visit's ring entries; those of the zero entry are zeros."""
     KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     entry = _entries(smem_entries, j, gl.SliceLayout(1, KEYS), NP).to(gl.int64)
     o_k = gl.arange(0, K, gl.SliceLayout(0, KEYS))
     p_keys = k_ring + ((entry * H + head // (HV // H)) * K)[:, None] + o_k[None, :]
     async_copy.async_copy_global_to_shared(smem_keys, p_keys)
+
+
+@gluon.jit
+def _fetch_fold(
+    k_ring, g_ring, folded, places, j, head,
+    NP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
+    IS_PER_CHANNEL: gl.constexpr,
+):  # fmt: skip
+    """Ask for the keys of an item that folds, and if they are per channel for its decays."""
+    smem_keys, smem_g, full, _ = folded
+    _, smem_entries, smem_newer = places
+    _fetch_keys(k_ring, smem_keys, smem_entries, j, head, NP, H, HV, K)
     if IS_PER_CHANNEL:
         DECAYS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
         entry = _entries(smem_newer, j, gl.SliceLayout(1, DECAYS), NP).to(gl.int64)
@@ -185,7 +193,7 @@ def _fetch(
             row, state_row, head, is_folding = _place(flat, j, LAYOUT)
             if is_folding:
                 mbarrier.wait(k_empty, k_phase)
-                _fetch_fold_keys(
+                _fetch_fold(
                     k_ring, g_ring, folded, places, j, head, NP, H, HV, K, IS_PER_CHANNEL
                 )
                 k_phase ^= 1
@@ -199,7 +207,7 @@ def _fetch(
         row, state_row, head, is_folding = _place(flat, j, LAYOUT)
         if is_folding:
             mbarrier.wait(k_empty, k_phase)
-            _fetch_fold_keys(k_ring, g_ring, folded, places, j, head, NP, H, HV, K, IS_PER_CHANNEL)
+            _fetch_fold(k_ring, g_ring, folded, places, j, head, NP, H, HV, K, IS_PER_CHANNEL)
             k_phase ^= 1
         first_channel = (state_row * HV + head) * V
         for half in gl.static_range(2):

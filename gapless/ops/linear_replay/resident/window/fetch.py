@@ -1,0 +1,308 @@
+"""Reads that are under way before they are needed, by a part of a program: `kernel.py`."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_wait
+
+from gapless.ops.linear_replay.resident.fetch import (
+    CHUNK,
+    _fetch_keys,
+    _fetch_ring,
+    _fetch_state,
+)
+from gapless.ops.linear_replay.resident.items import _items, _pairs, barrier
+
+# a value head and how many entries its row folds share a word
+FOLDS = gl.constexpr(64)
+
+
+@gluon.jit
+def _load_places(
+    order, ring_read, ring_write, read_rows, fold_mask, fold_rows, j0, first, step, count,
+    zero_entry,
+    N: gl.constexpr, NP: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, HV: gl.constexpr,
+    PLACES: gl.constexpr,
+):  # fmt: skip
+    """Load where CHUNK visits from j0 on read, write and fold."""
+    ITEM: gl.constexpr = gl.SliceLayout(1, PLACES)
+    item = _items(j0, first, step, count, CHUNK, ITEM)
+    row = gl.load(order + item // HV).to(gl.int32)
+    o_n = gl.arange(0, NP, gl.SliceLayout(0, PLACES))
+    o_x = gl.arange(0, XP, gl.SliceLayout(0, PLACES))
+    m_n = (row >= 0)[:, None] & (o_n < N)[None, :]
+    m_key = (row >= 0)[:, None] & (o_x < W)[None, :]
+    # entries and rows are below 2^31: the lower half of each
+    p_entry = _pairs(ring_read) + (row * N)[:, None] * 2 + o_n[None, :] * 2
+    entries = gl.load(p_entry, mask=m_n, other=zero_entry)
+    p_written = _pairs(ring_write) + (row * W)[:, None] * 2 + o_x[None, :] * 2
+    written = gl.load(p_written, mask=m_key, other=0)
+    folded = gl.load(fold_mask + (row * N)[:, None] + o_n[None, :], mask=m_n, other=0)
+    head = item % HV * FOLDS + gl.sum(folded.to(gl.int32), 1)
+    state_row = gl.load(_pairs(read_rows) + row * 2)
+    return head, state_row, row, gl.load(_pairs(fold_rows) + row * 2), entries, written
+
+
+@gluon.jit
+def _store_places(places, smem_places, smem_entries, smem_written, j0):
+    """Put places where all threads find them; those of the chunk before stay."""
+    head, state_row, row, fold_row, entries, written = places
+    i = j0 // CHUNK % 2
+    chunks = smem_places._reinterpret(gl.int32, [8, CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    barrier()
+    chunks.index(i).store(head)
+    chunks.index(2 + i).store(state_row)
+    chunks.index(4 + i).store(row)
+    chunks.index(6 + i).store(fold_row)
+    smem_entries.index(i).store(entries)
+    smem_written.index(i).store(written)
+    barrier()
+
+
+@gluon.jit
+def _place(smem_places, j, i: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return a word of a visit, [1]: 0, its head and how many entries it folds; 1, the row of its
+    state; 2, its row; 3, the row that it folds into."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    words = smem_places._reinterpret(gl.int32, [8 * CHUNK, 1], FLAT)
+    return words.index(2 * i * CHUNK + j % (2 * CHUNK)).load(LAYOUT)
+
+
+@gluon.jit
+def _head_of(smem_places, j, LAYOUT: gl.constexpr):
+    """Return the value head of a visit, and how many entries its row folds."""
+    word = gl.sum(_place(smem_places, j, 0, LAYOUT), 0)
+    return word // FOLDS, word % FOLDS
+
+
+@gluon.jit
+def _first_channel(smem_places, j, HV: gl.constexpr, V: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return where a visit's state begins, in value channels."""
+    head, _ = _head_of(smem_places, j, LAYOUT)
+    return (gl.sum(_place(smem_places, j, 1, LAYOUT), 0) * HV + head) * V
+
+
+@gluon.jit
+def _fetch_d(
+    d_ring, smem_d, smem_places, smem_entries, j, s, zero_entry,
+    NP: gl.constexpr, HV: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, SETS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Ask for what the ring holds of a visit's d."""
+    head, _ = _head_of(smem_places, j, LAYOUT)
+    for half in gl.static_range(2):
+        p_d = d_ring + head * V + half * BV
+        i = half * SETS + s
+        _fetch_ring(p_d, smem_d, smem_entries, i, j, zero_entry, NP, BV, HV * V)
+
+
+@gluon.jit
+def _fetch_tokens(
+    p_first, token_stride, p_second, second_stride, target,
+    W: gl.constexpr, XP: gl.constexpr, K: gl.constexpr,
+):  # fmt: skip
+    """Ask for a window's vectors of two kinds, [XP, K]; where there is no token they are zeros."""
+    VECTORS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    o_x = gl.arange(0, XP, gl.SliceLayout(1, VECTORS))
+    o_k = gl.arange(0, K, gl.SliceLayout(0, VECTORS))
+    node = o_x % (XP // 2)
+    p_first = p_first + (node * token_stride)[:, None] + o_k[None, :]
+    p_second = p_second + (node * second_stride)[:, None] + o_k[None, :]
+    is_first = (o_x < XP // 2)[:, None] & (o_k >= 0)[None, :]
+    m_token = (node < W)[:, None] & (o_k >= 0)[None, :]
+    p_vectors = gl.where(is_first, p_first, p_second)
+    async_copy.async_copy_global_to_shared(target, p_vectors, m_token)
+
+
+@gluon.jit
+def _fetch_values(
+    p_value, token_stride, target, W: gl.constexpr, XP: gl.constexpr, V: gl.constexpr
+):
+    """Ask for a window's values, [XP, V], zeros in all but the keys' columns."""
+    VECTORS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    o_x = gl.arange(0, XP, gl.SliceLayout(1, VECTORS))
+    o_v = gl.arange(0, V, gl.SliceLayout(0, VECTORS))
+    m_key = (o_x < W)[:, None] & (o_v >= 0)[None, :]
+    p_values = p_value + (o_x * token_stride)[:, None] + o_v[None, :]
+    async_copy.async_copy_global_to_shared(target, p_values, m_key)
+
+
+@gluon.jit
+def _fetch_weights(
+    record, smem_x, smem_decays, smem_column, smem_scores, smem_mixed,
+    NP: gl.constexpr, XP: gl.constexpr, K: gl.constexpr, RING: gl.constexpr,
+    IS_PER_CHANNEL: gl.constexpr,
+):  # fmt: skip
+    """Ask for what a record says of all that a visit reads."""
+    VECTOR: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    SCORES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    SINGLE: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0])
+    o_k = gl.arange(0, K, VECTOR)
+    if IS_PER_CHANNEL:
+        p_x = record + XP + (gl.arange(0, XP, gl.SliceLayout(1, ROWS)) * K)[:, None]
+        p_x = p_x + gl.arange(0, K, gl.SliceLayout(0, ROWS))[None, :]
+        async_copy.async_copy_global_to_shared(smem_x, p_x)
+        async_copy.async_copy_global_to_shared(smem_decays, record + XP * (1 + K) + o_k)
+    async_copy.async_copy_global_to_shared(smem_column, record + gl.arange(0, XP, VECTOR))
+    o_x = gl.arange(0, XP, gl.SliceLayout(1, SCORES))
+    o_n = gl.arange(0, NP, gl.SliceLayout(0, SCORES))
+    p_scores = record + RING + (o_x * NP)[:, None] + o_n[None, :]
+    async_copy.async_copy_global_to_shared(smem_scores, p_scores)
+    # columns in the order of `_mix`
+    o_x = gl.arange(0, XP, gl.SliceLayout(1, SINGLE))
+    o_from = gl.arange(0, 2 * XP, gl.SliceLayout(0, SINGLE))
+    o_from = o_from % (XP // 2) * 2 + o_from // XP
+    p_mixed = record + RING + NP * XP + (o_x * XP)[:, None] + o_from[None, :]
+    async_copy.async_copy_global_to_shared(smem_mixed, p_mixed)
+
+
+@gluon.jit
+def _fetch_fold(
+    fold, k_ring, smem_keys, smem_fold, full, smem_entries, j, head, num_folded,
+    NP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
+    IS_PER_CHANNEL: gl.constexpr,
+):  # fmt: skip
+    """Ask for the fold's part of a record, and for keys."""
+    VECTOR: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    if IS_PER_CHANNEL:
+        async_copy.async_copy_global_to_shared(smem_fold, fold + gl.arange(0, K, VECTOR))
+        # the record has no keys of other entries
+        o_n = gl.arange(0, NP, gl.SliceLayout(1, ROWS))
+        o_k = gl.arange(0, K, gl.SliceLayout(0, ROWS))
+        m_keys = (o_n < num_folded)[:, None] & (o_k >= 0)[None, :]
+        p_keys = fold + K + (o_n * K)[:, None] + o_k[None, :]
+        async_copy.async_copy_global_to_shared(smem_keys, p_keys, m_keys)
+    else:
+        # the factors, the decay and what fills up the record
+        o_f = gl.arange(0, 2 * NP, VECTOR)
+        async_copy.async_copy_global_to_shared(smem_fold, fold + o_f, o_f < NP + 4)
+        _fetch_keys(k_ring, smem_keys, smem_entries, j, head, NP, H, HV, K)
+    async_copy.mbarrier_arrive(full, increment_count=False)
+
+
+@gluon.jit
+def _fetch_window(
+    records, q, k, v, k_ring, smem_x, smem_decays, smem_v, smem_column, smem_scores, smem_mixed,
+    smem_keys, smem_fold, smem_places, smem_entries, s_full, k_full, k_empty, k_phase, j, s,
+    q_stride, q_token_stride, k_stride, k_token_stride, v_stride, v_token_stride,
+    NP: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, SIZE: gl.constexpr, RING: gl.constexpr,
+    IS_PER_CHANNEL: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Ask for what the kernels before have written for a visit, and for its fold; return the next
+    phase of the fold's buffers."""
+    head, num_folded = _head_of(smem_places, j, LAYOUT)
+    row = gl.sum(_place(smem_places, j, 2, LAYOUT), 0).to(gl.int64)
+    record = records + (row * HV + head) * SIZE
+    key_head = head // (HV // H)
+    if not IS_PER_CHANNEL:
+        p_key, p_query = k + row * k_stride + key_head * K, q + row * q_stride + key_head * K
+        _fetch_tokens(p_key, k_token_stride, p_query, q_token_stride, smem_x.index(s), W, XP, K)
+    _fetch_values(v + row * v_stride + head * V, v_token_stride, smem_v.index(s), W, XP, V)
+    _fetch_weights(
+        record, smem_x.index(s), smem_decays.index(s), smem_column.index(s), smem_scores.index(s),
+        smem_mixed.index(s), NP, XP, K, RING, IS_PER_CHANNEL,
+    )  # fmt: skip
+    async_copy.mbarrier_arrive(s_full.index(s), increment_count=False)
+    if num_folded != 0:
+        mbarrier.wait(k_empty, k_phase)
+        _fetch_fold(
+            record + RING + (NP + XP) * XP, k_ring, smem_keys, smem_fold, k_full, smem_entries, j,
+            head, num_folded, NP, H, HV, K, IS_PER_CHANNEL,
+        )  # fmt: skip
+        k_phase ^= 1
+    return k_phase
+
+
+@gluon.jit
+def _fetch(
+    records, q, k, v, states, d_ring, k_ring, order, ring_read, ring_write, fold_mask, read_rows,
+    fold_rows, smem_states, smem_d, smem_x, smem_decays, smem_v, smem_column, smem_scores,
+    smem_mixed, smem_keys, smem_fold, smem_places, smem_entries, smem_written,
+    full, empty, s_full, s_empty, k_full, k_empty, first, step, count,
+    q_stride, q_token_stride, k_stride, k_token_stride, v_stride, v_token_stride, zero_entry,
+    N: gl.constexpr, NP: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr,
+    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, SIZE: gl.constexpr,
+    RING: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr, IS_PER_CHANNEL: gl.constexpr,
+    CHAINED: gl.constexpr,
+):  # fmt: skip
+    """Keep the states of STAGES items on their way, and all else of SETS."""
+    PLACES: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    places = _load_places(
+        order, ring_read, ring_write, read_rows, fold_mask, fold_rows, 0, first, step, count,
+        zero_entry, N, NP, W, XP, HV, PLACES,
+    )  # fmt: skip
+    _store_places(places, smem_places, smem_entries, smem_written, 0)
+    # states first: they take longest
+    for j in gl.static_range(STAGES):
+        if j < count:
+            first_channel = _first_channel(smem_places, j, HV, V, LAYOUT)
+            for half in gl.static_range(2):
+                i = half * STAGES + j
+                _fetch_state(states, smem_states, full, i, first_channel + half * BV)
+    for j in gl.static_range(SETS):
+        if j < count:
+            _fetch_d(
+                d_ring, smem_d, smem_places, smem_entries, j, j, zero_entry,
+                NP, HV, V, BV, SETS, LAYOUT,
+            )  # fmt: skip
+    places = _load_places(
+        order, ring_read, ring_write, read_rows, fold_mask, fold_rows, CHUNK, first, step, count,
+        zero_entry, N, NP, W, XP, HV, PLACES,
+    )  # fmt: skip
+    if CHAINED:
+        gdc_wait()
+    k_phase = 1
+    for j in gl.static_range(SETS):
+        if j < count:
+            k_phase = _fetch_window(
+                records, q, k, v, k_ring, smem_x, smem_decays, smem_v, smem_column, smem_scores,
+                smem_mixed, smem_keys, smem_fold, smem_places, smem_entries,
+                s_full, k_full, k_empty, k_phase, j, j,
+                q_stride, q_token_stride, k_stride, k_token_stride, v_stride, v_token_stride,
+                NP, W, XP, H, HV, K, V, SIZE, RING, IS_PER_CHANNEL, LAYOUT,
+            )  # fmt: skip
+    stage = 0
+    phase = 0
+    s = 0
+    s_phase = 0
+    for j in range(SETS, count):
+        ahead = j + STAGES - SETS
+        if ahead < count:
+            first_channel = _first_channel(smem_places, ahead, HV, V, LAYOUT)
+            for half in gl.static_range(2):
+                i = half * STAGES + stage
+                mbarrier.wait(empty.index(i), phase)
+                _fetch_state(states, smem_states, full, i, first_channel + half * BV)
+        mbarrier.wait(s_empty.index(s), s_phase)
+        _fetch_d(
+            d_ring, smem_d, smem_places, smem_entries, j, s, zero_entry,
+            NP, HV, V, BV, SETS, LAYOUT,
+        )  # fmt: skip
+        k_phase = _fetch_window(
+            records, q, k, v, k_ring, smem_x, smem_decays, smem_v, smem_column, smem_scores,
+            smem_mixed, smem_keys, smem_fold, smem_places, smem_entries,
+            s_full, k_full, k_empty, k_phase, j, s,
+            q_stride, q_token_stride, k_stride, k_token_stride, v_stride, v_token_stride,
+            NP, W, XP, H, HV, K, V, SIZE, RING, IS_PER_CHANNEL, LAYOUT,
+        )  # fmt: skip
+        if (ahead + 1) % CHUNK == 0:
+            _store_places(places, smem_places, smem_entries, smem_written, ahead + 1)
+            places = _load_places(
+                order, ring_read, ring_write, read_rows, fold_mask, fold_rows, ahead + 1 + CHUNK,
+                first, step, count, zero_entry, N, NP, W, XP, HV, PLACES,
+            )  # fmt: skip
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+        s += 1
+        if s == SETS:
+            s = 0
+            s_phase ^= 1

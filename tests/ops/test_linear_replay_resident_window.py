@@ -1,0 +1,240 @@
+"""The resident kernel of windows without a GPU: its values, whichever part is ahead, and that it
+compiles.
+
+It runs on the multiprocessor of `gluon.py`, the launch before it in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gapless.core.specs.linear import Recurrence
+from gapless.ops.linear_replay import ReplayMemory, triton
+from gapless.ops.linear_replay.resident import window
+from gapless.ops.linear_replay.resident.window import kernel
+from tests.ops.compiling import found_by
+from tests.ops.gluon import Launcher
+from tests.ops.test_linear_replay_resident import MOST_SHARED
+from tests.ops.test_linear_replay_triton import Shape, check_step, lengths_of
+
+# padded rows compute on NaN
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+GDN, KDA = Recurrence.GATED_DELTA, Recurrence.KIMI_DELTA
+
+
+PROGRAM = """
+import json
+from itertools import product
+import torch
+from gapless.ops.linear_replay import ReplayIndices, ReplayMemory
+from gapless.ops.linear_replay.resident import window
+from gapless.ops.linear_replay.triton import _Record
+from tests.ops.compiling import catch_launches, stack_of
+
+compiled = catch_launches(window)
+zeros, bf16, i64 = torch.zeros, torch.bfloat16, torch.int64
+of_rows = zeros(64, dtype=i64)
+for decay_dim, num_replayed in product((1, 128), (16, 19)):
+    read = zeros(64, num_replayed, dtype=i64)
+    rings = zeros(1, 32, 128), zeros(1, 16, 128, dtype=bf16), zeros(1, 32, decay_dim)
+    memory = ReplayMemory(zeros(1, 32, 128, 128), *rings)
+    for width in (2, 4):
+        indices = ReplayIndices(
+            read, zeros(64, width, dtype=i64), read > 0, of_rows, of_rows, of_rows
+        )
+        mixed = zeros(64, width, 8192, dtype=bf16).split([2048, 2048, 4096], dim=-1)
+        record = _Record(width, num_replayed, 128, is_per_channel=decay_dim > 1)
+        window.run_resident_window(
+            zeros(64, 32, record.size), tuple(x.unflatten(-1, (-1, 128)) for x in mixed),
+            memory, indices,
+            record.settings(memory) | {"RING": record.ring, "W": width, "HALF": record.half},
+            num_programs=132,
+        )
+print(json.dumps([[x.name, stack_of(x), x.metadata.shared] for x in compiled]))
+"""
+
+
+def check(
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int = 0,
+    num_programs: int = 1,
+    stages: int | None = None,
+    is_folding: bool = False,  # every row
+    **sizes: object,
+) -> None:
+    """Compare a step of eight rows, folds and padded ones among them, with the definition.
+
+    What the first launch leaves out of its records is NaN.
+    """
+    run = partial(window.run_resident_window, num_programs=num_programs, stages=stages)
+    empty = torch.empty
+
+    def poisoned(*size: Any, **kind: Any) -> torch.Tensor:
+        made = empty(*size, **kind)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    monkeypatch.setattr(triton, "can_reside_window", lambda *_: True)
+    monkeypatch.setattr(triton, "run_resident_window", run)
+    launcher = Launcher(kernel._resident_window_kernel, seed)
+    monkeypatch.setattr(kernel, "_resident_window_kernel", launcher)
+    heads = {"key_heads": 2, "value_heads": 4, "key_dim": 128, "value_dim": 128}
+    shape = Shape(**({"replay_len": 8, "width": 4} | heads | sizes))
+    lengths = lengths_of(shape)
+    if is_folding:
+        lengths = [(shape.replay_len, 2 * shape.replay_len + i % shape.width) for i in range(6)]
+    check_step(shape, lengths, seed)
+
+
+# a program of 32 items goes round all of its buffers, one of 2 fills none or half of them
+@pytest.mark.parametrize("num_programs", [1, 3, 16])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("recurrence", [GDN, KDA])
+def test_a_step_is_what_the_definition_says_whichever_part_is_ahead(
+    recurrence: Recurrence, seed: int, num_programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(monkeypatch, seed, num_programs, recurrence=recurrence)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("recurrence", [GDN, KDA])
+def test_folds_one_after_the_other(
+    recurrence: Recurrence, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(monkeypatch, seed, is_folding=True, recurrence=recurrence)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3, 40))
+@pytest.mark.parametrize("recurrence", [GDN, KDA])
+def test_many_orders_of_parts_and_copies(
+    recurrence: Recurrence, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"recurrence": recurrence, "width": 2 + seed % 3, "stages": 2 + seed % 2}
+    check(monkeypatch, seed, 1 + seed % 5, **sizes)
+
+
+@pytest.mark.parametrize("is_tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("recurrence", [GDN, KDA])
+def test_windows_of_every_width(
+    recurrence: Recurrence, width: int, is_tree: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(monkeypatch, recurrence=recurrence, width=width, is_tree=is_tree)
+
+
+@pytest.mark.parametrize("recurrence", [GDN, KDA])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"replay_len": 1, "width": 2},
+        {"replay_len": 5},
+        {"replay_len": 13},
+        {"replay_len": 16},
+        {"replay_len": 29},
+        {"eps": None},
+        {"key_heads": 4},
+        {"key_heads": 1},
+        {"stages": 2},
+        {"stages": 3},
+    ],
+    ids=str,
+)
+def test_rings_and_heads_of_other_sizes(
+    sizes: dict[str, Any], recurrence: Recurrence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(monkeypatch, recurrence=recurrence, **sizes)
+
+
+@pytest.mark.timeout(300)
+def test_the_kernel_compiles_and_fits() -> None:
+    found = found_by(PROGRAM)
+    assert [name for name, *_ in found] == ["_resident_window_kernel"] * 8
+    for _, stack, shared in found:
+        assert stack == 0, "no thread spills"
+        assert shared <= MOST_SHARED
+
+
+class Case:
+    """What a window of Qwen3.5's rows brings."""
+
+    def __init__(self, rows: int = 64, width: int = 4) -> None:
+        self.mixed = torch.zeros(rows, width, 8192, dtype=torch.bfloat16)
+        self.beta: torch.Tensor | None = torch.zeros(rows, width, 32)
+        self.log_decay = torch.zeros(rows, width, 32, 1)
+        self.memory = ReplayMemory(
+            torch.zeros(2, 32, 128, 128),
+            torch.zeros(2, 32, 128),
+            torch.zeros(2, 16, 128, dtype=torch.bfloat16),
+            torch.zeros(2, 32, 1),
+        )
+        self.num_replayed = 16
+
+    def resides(self) -> bool:
+        q, k, v = self.mixed.split([2048, 2048, 4096], dim=-1)
+        vectors = (x.unflatten(-1, (-1, 128)) for x in (q, k, v))
+        inputs = (*vectors, self.beta, self.log_decay)
+        return window.can_reside_window(inputs, self.memory, self.num_replayed)
+
+
+def test_rows_of_a_delta_rule_reside_on_a_hopper_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not Case().resides()
+    monkeypatch.setattr(window, "nvidia_capability", lambda _: (9, 0))
+    assert not Case(rows=window.LEAST_WINDOW_ITEMS // 32 - 1).resides()
+    assert [width for width in range(1, 9) if Case(width=width).resides()] == [2, 3, 4]
+    case = Case()
+    case.log_decay = torch.zeros(64, 4, 32, 128)
+    assert case.resides()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"beta": None},
+        {"num_replayed": 33},
+        {"mixed": torch.zeros(64, 4, 8192, dtype=torch.float16)},
+        {"mixed": torch.zeros(64, 4, 8200, dtype=torch.bfloat16)[..., :8192]},
+        {"mixed": torch.zeros(64, 4, 8208, dtype=torch.bfloat16)[..., 1:8193]},
+    ],
+    ids=["no delta rule", "many entries", "fp16", "stride", "start"],
+)
+def test_what_the_resident_kernel_does_not_serve(
+    changed: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(window, "nvidia_capability", lambda _: (9, 0))
+    case = Case()
+    vars(case).update(changed)
+    assert not case.resides()
+
+
+def test_states_of_other_sizes_or_types_do_not_reside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window, "nvidia_capability", lambda _: (9, 0))
+    case = Case()
+    whole = torch.zeros(2, 32, 128, 128)
+    for checkpoint in (whole[..., :64], whole[:, :, :64], whole.bfloat16()):
+        case.memory = replace(case.memory, checkpoint=checkpoint)
+        assert not case.resides()
+    case.memory = replace(case.memory, checkpoint=whole)
+    assert case.resides()
+
+
+def test_each_part_waits_once_for_the_kernels_before() -> None:
+    folder = Path(window.__file__).parent
+    for name in ("fetch", "read"):
+        tree = ast.parse((folder / f"{name}.py").read_text())
+        part = next(
+            node
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef) and node.name == f"_{name}"
+        )
+        waits = ast.unparse(part).count("gdc_wait()")
+        lets_go = ast.unparse(part).count("gdc_launch_dependents()")
+        assert (waits, lets_go) == (1, int(name == "read")), name
