@@ -66,7 +66,6 @@ def check(
     monkeypatch: pytest.MonkeyPatch,
     seed: int = 0,
     num_programs: int = 1,
-    stages: int | None = None,
     is_folding: bool = False,  # every row
     **sizes: object,
 ) -> None:
@@ -74,7 +73,7 @@ def check(
 
     What the first launch leaves out of its records is NaN.
     """
-    run = partial(window.run_resident_window, num_programs=num_programs, stages=stages)
+    run = partial(window.run_resident_window, num_programs=num_programs)
     empty = torch.empty
 
     def poisoned(*size: Any, **kind: Any) -> torch.Tensor:
@@ -118,7 +117,7 @@ def test_folds_one_after_the_other(
 def test_many_orders_of_parts_and_copies(
     recurrence: Recurrence, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = {"recurrence": recurrence, "width": 2 + seed % 3, "stages": 2 + seed % 2}
+    sizes = {"recurrence": recurrence, "width": 2 + seed % 3}
     check(monkeypatch, seed, 1 + seed % 5, **sizes)
 
 
@@ -143,8 +142,6 @@ def test_windows_of_every_width(
         {"eps": None},
         {"key_heads": 4},
         {"key_heads": 1},
-        {"stages": 2},
-        {"stages": 3},
     ],
     ids=str,
 )

@@ -18,11 +18,6 @@ LEAST_WINDOW_ITEMS = 64 * 32
 MOST_TOKENS = 4
 MOST_ENTRIES = 32
 DIM = 128  # K and V
-# how many states are on their way: with one decay per head and few ring entries, and else, when
-# shared memory has room for no more
-STAGES, FEWER_STAGES = 3, 2
-FEW_ENTRIES = 16
-SETS = 2  # items whose vectors and weights are on their way
 
 
 def can_reside_window(
@@ -60,7 +55,6 @@ def run_resident_window(
     settings: dict[str, int],  # constants of windows' kernels, those of the record among them
     *,
     num_programs: int | None = None,  # one for each multiprocessor
-    stages: int | None = None,
 ) -> Tensor:
     """Run the second launch of windows, where `can_reside_window`."""
     # Gluon is loaded where it is used
@@ -82,14 +76,12 @@ def run_resident_window(
     )
     out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     num_items = rows * value_heads
-    is_large = is_per_channel or indices.ring_read.shape[1] > FEW_ENTRIES
     _resident_window_kernel[(min(num_programs, num_items),)](
         records, *vectors, out, states, memory.checkpoint, memory.d_ring, memory.k_ring,
         indices.order, *indices.places(), indices.read_rows, indices.fold_rows,
         *(stride for x in vectors for stride in x.stride()[:2]),
         memory.d_ring.shape[0] - 1, num_items,
         **settings, V=value_dim, IS_PER_CHANNEL=is_per_channel,
-        STAGES=stages or (FEWER_STAGES if is_large else STAGES), SETS=SETS,
         num_warps=4, **chained(q),
     )  # fmt: skip
     return out

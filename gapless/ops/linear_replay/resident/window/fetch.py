@@ -16,6 +16,8 @@ from gapless.ops.linear_replay.resident.fetch import (
 )
 from gapless.ops.linear_replay.resident.items import _items, _pairs, barrier
 
+# items on their way
+STAGES = gl.constexpr(2)
 # a value head and how many entries its row folds share a word
 FOLDS = gl.constexpr(64)
 
@@ -47,9 +49,10 @@ def _load_places(
 
 
 @gluon.jit
-def _store_places(places, smem_places, smem_entries, smem_written, j0):
+def _store_places(found, places, j0):
     """Put places where all threads find them; those of the chunk before stay."""
-    head, state_row, row, fold_row, entries, written = places
+    head, state_row, row, fold_row, entries, written = found
+    smem_places, smem_entries, smem_written = places
     i = j0 // CHUNK % 2
     chunks = smem_places._reinterpret(gl.int32, [8, CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barrier()
@@ -72,6 +75,12 @@ def _place(smem_places, j, i: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _phase(j):
+    """Return the phase in which buffers become empty for a visit; at first they are."""
+    return (j // STAGES + 1) & 1
+
+
+@gluon.jit
 def _head_of(smem_places, j, LAYOUT: gl.constexpr):
     """Return the value head of a visit, and how many entries its row folds."""
     word = gl.sum(_place(smem_places, j, 0, LAYOUT), 0)
@@ -79,23 +88,24 @@ def _head_of(smem_places, j, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _first_channel(smem_places, j, HV: gl.constexpr, V: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return where a visit's state begins, in value channels."""
-    head, _ = _head_of(smem_places, j, LAYOUT)
-    return (gl.sum(_place(smem_places, j, 1, LAYOUT), 0) * HV + head) * V
-
-
-@gluon.jit
-def _fetch_d(
-    d_ring, smem_d, smem_places, smem_entries, j, s, zero_entry,
-    NP: gl.constexpr, HV: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, SETS: gl.constexpr,
-    LAYOUT: gl.constexpr,
+def _fetch_past(
+    states, d_ring, of_states, of_windows, places, j, zero_entry,
+    NP: gl.constexpr, HV: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Ask for what the ring holds of a visit's d."""
+    """Ask for a visit's state, and for what the ring holds of its d, once there is room."""
+    smem_states, full, empty = of_states
+    smem_d, w_empty = of_windows[0], of_windows[8]
+    smem_places, smem_entries, _ = places
     head, _ = _head_of(smem_places, j, LAYOUT)
+    state_row = gl.sum(_place(smem_places, j, 1, LAYOUT), 0)
+    for half in gl.static_range(2):
+        i = half * STAGES + j % STAGES
+        mbarrier.wait(empty.index(i), _phase(j))
+        _fetch_state(states, smem_states, full, i, (state_row * HV + head) * V + half * BV)
+    mbarrier.wait(w_empty.index(j % STAGES), _phase(j))
     for half in gl.static_range(2):
         p_d = d_ring + head * V + half * BV
-        i = half * SETS + s
+        i = half * STAGES + j % STAGES
         _fetch_ring(p_d, smem_d, smem_entries, i, j, zero_entry, NP, BV, HV * V)
 
 
@@ -187,33 +197,38 @@ def _fetch_fold(
 
 @gluon.jit
 def _fetch_window(
-    records, q, k, v, k_ring, smem_x, smem_decays, smem_v, smem_column, smem_scores, smem_mixed,
-    smem_keys, smem_fold, smem_places, smem_entries, s_full, k_full, k_empty, k_phase, j, s,
-    q_stride, q_token_stride, k_stride, k_token_stride, v_stride, v_token_stride,
+    records, q, k, v, k_ring, of_windows, of_folds, places, j, k_phase,
     NP: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, SIZE: gl.constexpr, RING: gl.constexpr,
     IS_PER_CHANNEL: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Ask for what the kernels before have written for a visit, and for its fold; return the next
     phase of the fold's buffers."""
+    _, smem_x, decays, values, columns, scores, mixed, full, _ = of_windows
+    keys, of_fold, k_full, k_empty = of_folds
+    smem_places, smem_entries, _ = places
+    q, q_stride, q_token_stride = q
+    k, k_stride, k_token_stride = k
+    v, v_stride, v_token_stride = v
+    i = j % STAGES
     head, num_folded = _head_of(smem_places, j, LAYOUT)
     row = gl.sum(_place(smem_places, j, 2, LAYOUT), 0).to(gl.int64)
     record = records + (row * HV + head) * SIZE
-    key_head = head // (HV // H)
+    channel = head // (HV // H) * K
     if not IS_PER_CHANNEL:
-        p_key, p_query = k + row * k_stride + key_head * K, q + row * q_stride + key_head * K
-        _fetch_tokens(p_key, k_token_stride, p_query, q_token_stride, smem_x.index(s), W, XP, K)
-    _fetch_values(v + row * v_stride + head * V, v_token_stride, smem_v.index(s), W, XP, V)
+        p_key, p_query = k + row * k_stride + channel, q + row * q_stride + channel
+        _fetch_tokens(p_key, k_token_stride, p_query, q_token_stride, smem_x.index(i), W, XP, K)
+    _fetch_values(v + row * v_stride + head * V, v_token_stride, values.index(i), W, XP, V)
     _fetch_weights(
-        record, smem_x.index(s), smem_decays.index(s), smem_column.index(s), smem_scores.index(s),
-        smem_mixed.index(s), NP, XP, K, RING, IS_PER_CHANNEL,
+        record, smem_x.index(i), decays.index(i), columns.index(i), scores.index(i),
+        mixed.index(i), NP, XP, K, RING, IS_PER_CHANNEL,
     )  # fmt: skip
-    async_copy.mbarrier_arrive(s_full.index(s), increment_count=False)
+    async_copy.mbarrier_arrive(full.index(i), increment_count=False)
     if num_folded != 0:
         mbarrier.wait(k_empty, k_phase)
         _fetch_fold(
-            record + RING + (NP + XP) * XP, k_ring, smem_keys, smem_fold, k_full, smem_entries, j,
-            head, num_folded, NP, H, HV, K, IS_PER_CHANNEL,
+            record + RING + (NP + XP) * XP, k_ring, keys, of_fold, k_full, smem_entries, j, head,
+            num_folded, NP, H, HV, K, IS_PER_CHANNEL,
         )  # fmt: skip
         k_phase ^= 1
     return k_phase
@@ -222,87 +237,44 @@ def _fetch_window(
 @gluon.jit
 def _fetch(
     records, q, k, v, states, d_ring, k_ring, order, ring_read, ring_write, fold_mask, read_rows,
-    fold_rows, smem_states, smem_d, smem_x, smem_decays, smem_v, smem_column, smem_scores,
-    smem_mixed, smem_keys, smem_fold, smem_places, smem_entries, smem_written,
-    full, empty, s_full, s_empty, k_full, k_empty, first, step, count,
-    q_stride, q_token_stride, k_stride, k_token_stride, v_stride, v_token_stride, zero_entry,
+    fold_rows, of_states, of_windows, of_folds, places, visits, zero_entry,
     N: gl.constexpr, NP: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, SIZE: gl.constexpr,
-    RING: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr, IS_PER_CHANNEL: gl.constexpr,
-    CHAINED: gl.constexpr,
+    RING: gl.constexpr, IS_PER_CHANNEL: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
-    """Keep the states of STAGES items on their way, and all else of SETS."""
+    """Keep STAGES items on their way."""
     PLACES: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0])
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    places = _load_places(
+    first, step, count = visits
+    found = _load_places(
         order, ring_read, ring_write, read_rows, fold_mask, fold_rows, 0, first, step, count,
         zero_entry, N, NP, W, XP, HV, PLACES,
     )  # fmt: skip
-    _store_places(places, smem_places, smem_entries, smem_written, 0)
-    # states first: they take longest
+    _store_places(found, places, 0)
     for j in gl.static_range(STAGES):
         if j < count:
-            first_channel = _first_channel(smem_places, j, HV, V, LAYOUT)
-            for half in gl.static_range(2):
-                i = half * STAGES + j
-                _fetch_state(states, smem_states, full, i, first_channel + half * BV)
-    for j in gl.static_range(SETS):
-        if j < count:
-            _fetch_d(
-                d_ring, smem_d, smem_places, smem_entries, j, j, zero_entry,
-                NP, HV, V, BV, SETS, LAYOUT,
-            )  # fmt: skip
-    places = _load_places(
+            _fetch_past(
+                states, d_ring, of_states, of_windows, places, j, zero_entry, NP, HV, V, BV, LAYOUT
+            )
+    found = _load_places(
         order, ring_read, ring_write, read_rows, fold_mask, fold_rows, CHUNK, first, step, count,
         zero_entry, N, NP, W, XP, HV, PLACES,
     )  # fmt: skip
     if CHAINED:
         gdc_wait()
     k_phase = 1
-    for j in gl.static_range(SETS):
-        if j < count:
-            k_phase = _fetch_window(
-                records, q, k, v, k_ring, smem_x, smem_decays, smem_v, smem_column, smem_scores,
-                smem_mixed, smem_keys, smem_fold, smem_places, smem_entries,
-                s_full, k_full, k_empty, k_phase, j, j,
-                q_stride, q_token_stride, k_stride, k_token_stride, v_stride, v_token_stride,
-                NP, W, XP, H, HV, K, V, SIZE, RING, IS_PER_CHANNEL, LAYOUT,
-            )  # fmt: skip
-    stage = 0
-    phase = 0
-    s = 0
-    s_phase = 0
-    for j in range(SETS, count):
-        ahead = j + STAGES - SETS
-        if ahead < count:
-            first_channel = _first_channel(smem_places, ahead, HV, V, LAYOUT)
-            for half in gl.static_range(2):
-                i = half * STAGES + stage
-                mbarrier.wait(empty.index(i), phase)
-                _fetch_state(states, smem_states, full, i, first_channel + half * BV)
-        mbarrier.wait(s_empty.index(s), s_phase)
-        _fetch_d(
-            d_ring, smem_d, smem_places, smem_entries, j, s, zero_entry,
-            NP, HV, V, BV, SETS, LAYOUT,
-        )  # fmt: skip
+    for j in range(0, count):
+        if j >= STAGES:
+            _fetch_past(
+                states, d_ring, of_states, of_windows, places, j, zero_entry, NP, HV, V, BV, LAYOUT
+            )
         k_phase = _fetch_window(
-            records, q, k, v, k_ring, smem_x, smem_decays, smem_v, smem_column, smem_scores,
-            smem_mixed, smem_keys, smem_fold, smem_places, smem_entries,
-            s_full, k_full, k_empty, k_phase, j, s,
-            q_stride, q_token_stride, k_stride, k_token_stride, v_stride, v_token_stride,
+            records, q, k, v, k_ring, of_windows, of_folds, places, j, k_phase,
             NP, W, XP, H, HV, K, V, SIZE, RING, IS_PER_CHANNEL, LAYOUT,
         )  # fmt: skip
-        if (ahead + 1) % CHUNK == 0:
-            _store_places(places, smem_places, smem_entries, smem_written, ahead + 1)
-            places = _load_places(
-                order, ring_read, ring_write, read_rows, fold_mask, fold_rows, ahead + 1 + CHUNK,
+        if (j + 1) % CHUNK == 0:
+            _store_places(found, places, j + 1)
+            found = _load_places(
+                order, ring_read, ring_write, read_rows, fold_mask, fold_rows, j + 1 + CHUNK,
                 first, step, count, zero_entry, N, NP, W, XP, HV, PLACES,
             )  # fmt: skip
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
-        s += 1
-        if s == SETS:
-            s = 0
-            s_phase ^= 1

@@ -11,10 +11,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gapless.ops.linear_replay.arithmetic import _cut, _head
 from gapless.ops.linear_replay.resident.fetch import CHUNK, _entries
-from gapless.ops.linear_replay.resident.window.fetch import _head_of, _place
+from gapless.ops.linear_replay.resident.window.fetch import STAGES, _head_of, _place
 
-# key channels of a part of a tile: swizzled vectors of 16 bits begin anew there
-KB = gl.constexpr(64)
+# key channels of a part of a tile: of 128 bytes
+KB = gl.constexpr(32)
 
 
 @gluon.jit
@@ -36,56 +36,46 @@ def _dot(a, b, sums, SPLIT_B: gl.constexpr):
 
 
 @gluon.jit
-def _mix(y, mixed_head, mixed_rest, zeros, BV: gl.constexpr, XP: gl.constexpr, LEFT: gl.constexpr):
+def _mix(y, mixed, zeros, BV: gl.constexpr, XP: gl.constexpr, LEFT: gl.constexpr):
     """Return what columns [BV, XP] come to. Heads and rests enter in one product, in an order in
     which each thread feeds to the matrix units what it holds: two neighbours of each."""
-    head = _head(y)
+    head, mixed_head = _head(y), _head(mixed)
     parts = gl.reshape(gl.join(head, y - head), [BV, XP // 2, 2, 2])
     left = gl.reshape(gl.permute(parts, [0, 2, 3, 1]), [BV, 2 * XP])
     left = gl.convert_layout(left, LEFT, assert_trivial=True)
-    return _tf32(left, mixed_head, zeros) + _tf32(left, mixed_rest, zeros)
+    return _tf32(left, mixed_head, zeros) + _tf32(left, mixed - mixed_head, zeros)
 
 
 @gluon.jit
-def _load_vectors(x, decays, K: gl.constexpr, RIGHT: gl.constexpr, IS_PER_CHANNEL: gl.constexpr):
-    """Return a window's vectors in parts of KB channels, and with a decay per channel their rests.
-
-    They are those of the tile, with whose channels' decays they are multiplied.
-    """
-    heads = ()
-    rests = ()
-    for c in gl.static_range(K // KB):
-        part = x.slice(c * KB, KB, dim=1).permute([1, 0]).load(RIGHT).to(gl.float32)
-        if IS_PER_CHANNEL:
-            part *= decays.slice(c * KB, KB).load(gl.SliceLayout(1, RIGHT))[:, None]
-            head = _head(part)
-            rests = rests + (part - head,)
-            part = head
-        heads = heads + (part,)
-    return heads, rests
-
-
-@gluon.jit
-def _read_state(tile, heads, rests, zeros, LEFT: gl.constexpr, IS_PER_CHANNEL: gl.constexpr):
+def _read_state(
+    tile, x, decays, zeros, K: gl.constexpr, UNITS: gl.constexpr, IS_PER_CHANNEL: gl.constexpr
+):
     """Return what a window's vectors read out of a tile, [BV, XP].
 
-    Heads and rests, and each part, have sums of their own: matrix units begin no product before the
-    one that it is added to has ended.
+    With a decay per channel vectors are multiplied with those of the tile's channels. Heads and
+    rests, and each part, have sums of their own: matrix units begin no product before the one that
+    it is added to has ended.
     """
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, UNITS, 1)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, UNITS, 1)
     y = zeros
-    for c in gl.static_range(len(heads)):
+    for c in gl.static_range(K // KB):
+        right = x.slice(c * KB, KB, dim=1).permute([1, 0]).load(RIGHT).to(gl.float32)
         state = tile.slice(c * KB, KB, dim=1).load(LEFT)
         head = _cut(state)
-        of_rests = _tf32(state - head, heads[c], zeros)
         if IS_PER_CHANNEL:
-            of_rests += _tf32(head, rests[c], zeros)
-        y += _tf32(head, heads[c], zeros) + of_rests
+            right *= decays.slice(c * KB, KB).load(gl.SliceLayout(1, RIGHT))[:, None]
+            right_head = _head(right)
+            y += _tf32(head, right - right_head, zeros)
+            right = right_head
+        y += _tf32(state - head, right, zeros)
+        y += _tf32(head, right, zeros)
     return y
 
 
 @gluon.jit
 def _store_fold(
-    tile, p_out, ring_d, smem_keys, smem_fold, first_channel,
+    tile, p_out, ring_d, keys, of_fold, first_channel,
     NP: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, UNITS: gl.constexpr,
     IS_PER_CHANNEL: gl.constexpr,
 ):  # fmt: skip
@@ -101,13 +91,13 @@ def _store_fold(
             d = ring_d.slice(n * 16, 16).permute([1, 0]).load(LEFT)
             if not IS_PER_CHANNEL:
                 # keys stay what they are, 16 bits, and are their own heads
-                d *= smem_fold.slice(n * 16, 16).load(gl.SliceLayout(0, LEFT))[None, :]
-            keys = smem_keys.slice(n * 16, 16).slice(c * KB, KB, dim=1).load(RIGHT)
-            added = _dot(d, keys.to(gl.float32), added, IS_PER_CHANNEL)
+                d *= of_fold.slice(n * 16, 16).load(gl.SliceLayout(0, LEFT))[None, :]
+            right = keys.slice(n * 16, 16).slice(c * KB, KB, dim=1).load(RIGHT)
+            added = _dot(d, right.to(gl.float32), added, IS_PER_CHANNEL)
         if IS_PER_CHANNEL:
-            decay = smem_fold.slice(c * KB, KB).load(COLUMNS)
+            decay = of_fold.slice(c * KB, KB).load(COLUMNS)
         else:
-            decay = smem_fold.slice(NP, 1).load(COLUMNS)
+            decay = of_fold.slice(NP, 1).load(COLUMNS)
         state = tile.slice(c * KB, KB, dim=1).load(UNITS) * decay[None, :] + added
         o_k = c * KB + gl.arange(0, KB, COLUMNS)
         gl.store(p_out + o_v[:, None] * K + o_k[None, :], state)
@@ -115,18 +105,21 @@ def _store_fold(
 
 @gluon.jit
 def _read(
-    out, checkpoint, d_ring, smem_states, smem_d, smem_x, smem_decays, smem_v, smem_column,
-    smem_scores, smem_mixed, smem_keys, smem_fold, smem_places, smem_entries, smem_written,
-    full, empty, s_full, s_empty, k_full, k_empty, first, step, count, zero_entry,
+    out, checkpoint, d_ring, of_states, of_windows, of_folds, places, visits, zero_entry,
     HALF: gl.constexpr, NP: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, HV: gl.constexpr,
-    K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
-    IS_PER_CHANNEL: gl.constexpr, CHAINED: gl.constexpr, num_warps: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, IS_PER_CHANNEL: gl.constexpr,
+    CHAINED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Read all of a program's items: half of their value channels."""
     UNITS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, UNITS, 1)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, UNITS, 1)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, UNITS)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    smem_states, full, empty = of_states
+    smem_d, smem_x, decays, values, columns, scores, mixed, w_full, w_empty = of_windows
+    keys, of_fold, k_full, k_empty = of_folds
+    words, entries, written = places
     o_v = HALF * BV + gl.arange(0, BV, gl.SliceLayout(1, UNITS))
     o_x = gl.arange(0, XP, COLUMNS)
     node = o_x % (XP // 2)
@@ -134,62 +127,43 @@ def _read(
     m_key = m_row[:, None] & (o_x < W)[None, :]
     m_query = m_row[:, None] & ((o_x >= XP // 2) & (node < W))[None, :]
     zeros = gl.zeros([BV, XP], gl.float32, UNITS)
-    by_visit = smem_written._reinterpret(
-        gl.int32, [2 * CHUNK, XP], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
+    written = written._reinterpret(gl.int32, [2 * CHUNK, XP], FLAT)
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    stage = 0
-    phase = 0
-    s = 0
-    s_phase = 0
     k_phase = 0
-    for j in range(0, count):
-        i = HALF * STAGES + stage
-        mbarrier.wait(s_full.index(s), s_phase)
-        head, num_folded = _head_of(smem_places, j, COLUMNS)
+    for j in range(0, visits[2]):
+        w, phase = j % STAGES, j // STAGES & 1
+        i = HALF * STAGES + w
+        tile, ring_d = smem_states.index(i), smem_d.index(i)
+        mbarrier.wait(w_full.index(w), phase)
         # the record says nothing of entries that there are not
-        entry = _entries(smem_entries, j, gl.SliceLayout(1, RIGHT), NP)
-        scores = smem_scores.index(s).permute([1, 0]).load(RIGHT)
-        scores = gl.where((entry != zero_entry)[:, None], scores, 0.0)
-        ring_d = smem_d.index(HALF * SETS + s)
-        of_ring = _dot(ring_d.permute([1, 0]).load(LEFT), scores, zeros, SPLIT_B=True)
-        value = smem_v.index(s).slice(HALF * BV, BV, dim=1).permute([1, 0]).load(UNITS)
+        is_live = _entries(entries, j, gl.SliceLayout(1, RIGHT), NP) != zero_entry
+        right = gl.where(is_live[:, None], scores.index(w).permute([1, 0]).load(RIGHT), 0.0)
+        of_ring = _dot(ring_d.permute([1, 0]).load(LEFT), right, zeros, SPLIT_B=True)
+        value = values.index(w).slice(HALF * BV, BV, dim=1).permute([1, 0]).load(UNITS)
         of_ring -= value.to(gl.float32)
-        column = smem_column.index(s).load(COLUMNS)
-        mixed = smem_mixed.index(s).permute([1, 0]).load(RIGHT)
-        mixed_head = _head(mixed)
-        heads, rests = _load_vectors(
-            smem_x.index(s), smem_decays.index(s), K, RIGHT, IS_PER_CHANNEL
-        )  # fmt: skip
-        row = _place(smem_places, j, 2, COLUMNS).to(gl.int64)
-        written = by_visit.index(j % (2 * CHUNK)).load(COLUMNS).to(gl.int64)
-        # all is at hand that a state is needed for, so that its buffer is free again soon
+        head, num_folded = _head_of(words, j, COLUMNS)
+        column = columns.index(w).load(COLUMNS)
+        right = mixed.index(w).permute([1, 0]).load(RIGHT)
+        row = _place(words, j, 2, COLUMNS).to(gl.int64)
+        o_written = written.index(j % (2 * CHUNK)).load(COLUMNS).to(gl.int64)
+        # most is at hand that a state is needed for, so that its buffer is free again soon
         mbarrier.wait(full.index(i), phase)
-        tile = smem_states.index(i)
-        y = _read_state(tile, heads, rests, zeros, LEFT, IS_PER_CHANNEL)
+        y = _read_state(tile, smem_x.index(w), decays.index(w), zeros, K, UNITS, IS_PER_CHANNEL)
         if num_folded != 0:
-            fold_row = gl.sum(_place(smem_places, j, 3, COLUMNS), 0).to(gl.int64)
+            fold_row = gl.sum(_place(words, j, 3, COLUMNS), 0).to(gl.int64)
             mbarrier.wait(k_full, k_phase)
             _store_fold(
-                tile, checkpoint + (fold_row * HV + head) * (V * K), ring_d, smem_keys, smem_fold,
+                tile, checkpoint + (fold_row * HV + head) * (V * K), ring_d, keys, of_fold,
                 HALF * BV, NP, K, BV, UNITS, IS_PER_CHANNEL,
             )  # fmt: skip
             mbarrier.arrive(k_empty, count=1)
             k_phase ^= 1
         mbarrier.arrive(empty.index(i), count=1)
-        mbarrier.arrive(s_empty.index(s), count=1)
-        y = _mix(y * column[None, :] + of_ring, mixed_head, mixed - mixed_head, zeros, BV, XP, LEFT)
+        mbarrier.arrive(w_empty.index(w), count=1)
+        y = _mix(y * column[None, :] + of_ring, right, zeros, BV, XP, LEFT)
         p_out = out + ((row * W + node) * (HV * V) + head * V)[None, :] + o_v[:, None]
         gl.store(p_out, y.to(out.dtype.element_ty), mask=m_query)
-        p_written = d_ring + ((written * HV + head) * V)[None, :] + o_v[:, None]
+        p_written = d_ring + ((o_written * HV + head) * V)[None, :] + o_v[:, None]
         gl.store(p_written, y, mask=m_key)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
-        s += 1
-        if s == SETS:
-            s = 0
-            s_phase ^= 1
