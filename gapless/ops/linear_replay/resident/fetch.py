@@ -193,9 +193,7 @@ def _fetch(
             row, state_row, head, is_folding = _place(flat, j, LAYOUT)
             if is_folding:
                 mbarrier.wait(k_empty, k_phase)
-                _fetch_fold(
-                    k_ring, g_ring, folded, places, j, head, NP, H, HV, K, IS_PER_CHANNEL
-                )
+                _fetch_fold(k_ring, g_ring, folded, places, j, head, NP, H, HV, K, IS_PER_CHANNEL)
                 k_phase ^= 1
             _fetch_token(
                 q, k, v, smem_x, smem_v, full, row, head, j, q_stride, k_stride, v_stride,

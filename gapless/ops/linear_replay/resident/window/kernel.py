@@ -74,11 +74,11 @@ def _resident_window_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     # so that the threads of a warp, as matrix units want them, read different banks
     SHORT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    BLOCK: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+    RING_D: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     WIDE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     short: gl.constexpr = k_ring.dtype.element_ty
     smem_states = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BV, K], states.layout)
-    smem_d = gl.allocate_shared_memory(gl.float32, [2 * STAGES, NP, BV], BLOCK)
+    smem_d = gl.allocate_shared_memory(gl.float32, [2 * STAGES, NP, BV], RING_D)
     values = gl.allocate_shared_memory(short, [STAGES, XP, V], SHORT)
     columns = gl.allocate_shared_memory(gl.float32, [STAGES, XP], FLAT)
     scores = gl.allocate_shared_memory(gl.float32, [STAGES, XP, NP], PLAIN)
@@ -89,9 +89,9 @@ def _resident_window_kernel(
         keys = gl.allocate_shared_memory(gl.float32, [NP, K], WIDE)
         of_fold = gl.allocate_shared_memory(gl.float32, [K], FLAT)
     else:
-        smem_x = gl.allocate_shared_memory(short, [STAGES, XP, K], BLOCK)
+        smem_x = gl.allocate_shared_memory(short, [STAGES, XP, K], SHORT)
         decays = columns  # not used
-        keys = gl.allocate_shared_memory(short, [NP, K], BLOCK)
+        keys = gl.allocate_shared_memory(short, [NP, K], SHORT)
         of_fold = gl.allocate_shared_memory(gl.float32, [2 * NP], FLAT)
     words = gl.allocate_shared_memory(gl.int32, [8 * CHUNK], FLAT)
     entries = gl.allocate_shared_memory(gl.int32, [2, CHUNK, NP], PLAIN)

@@ -13,8 +13,8 @@ from gapless.ops.linear_replay.arithmetic import _cut, _head
 from gapless.ops.linear_replay.resident.fetch import CHUNK, _entries
 from gapless.ops.linear_replay.resident.window.fetch import STAGES, _head_of, _place
 
-# key channels of a part of a tile: of 128 bytes
-KB = gl.constexpr(32)
+# key channels of a part of a tile: swizzled vectors of 16 bits begin anew there
+KB = gl.constexpr(64)
 
 
 @gluon.jit
@@ -47,24 +47,30 @@ def _mix(y, mixed, zeros, BV: gl.constexpr, XP: gl.constexpr, LEFT: gl.constexpr
 
 
 @gluon.jit
-def _read_state(
-    tile, x, decays, zeros, K: gl.constexpr, UNITS: gl.constexpr, IS_PER_CHANNEL: gl.constexpr
-):
+def _load_vectors(x, decays, K: gl.constexpr, RIGHT: gl.constexpr, IS_PER_CHANNEL: gl.constexpr):
+    """Return a window's vectors in parts of KB channels; with a decay per channel times those of a
+    state's channels."""
+    vectors = ()
+    for c in gl.static_range(K // KB):
+        part = x.slice(c * KB, KB, dim=1).permute([1, 0]).load(RIGHT).to(gl.float32)
+        if IS_PER_CHANNEL:
+            part *= decays.slice(c * KB, KB).load(gl.SliceLayout(1, RIGHT))[:, None]
+        vectors = vectors + (part,)
+    return vectors
+
+
+@gluon.jit
+def _read_state(tile, vectors, zeros, LEFT: gl.constexpr, IS_PER_CHANNEL: gl.constexpr):
     """Return what a window's vectors read out of a tile, [BV, XP].
 
-    With a decay per channel vectors are multiplied with those of the tile's channels. Heads and
-    rests, and each part, have sums of their own: matrix units begin no product before the one that
-    it is added to has ended.
+    Heads and rests, and each part, have sums of their own: matrix units begin no product before the
+    one that it is added to has ended.
     """
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, UNITS, 1)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, UNITS, 1)
     y = zeros
-    for c in gl.static_range(K // KB):
-        right = x.slice(c * KB, KB, dim=1).permute([1, 0]).load(RIGHT).to(gl.float32)
-        state = tile.slice(c * KB, KB, dim=1).load(LEFT)
+    for c in gl.static_range(len(vectors)):
+        state, right = tile.slice(c * KB, KB, dim=1).load(LEFT), vectors[c]
         head = _cut(state)
         if IS_PER_CHANNEL:
-            right *= decays.slice(c * KB, KB).load(gl.SliceLayout(1, RIGHT))[:, None]
             right_head = _head(right)
             y += _tf32(head, right - right_head, zeros)
             right = right_head
@@ -148,9 +154,10 @@ def _read(
         right = mixed.index(w).permute([1, 0]).load(RIGHT)
         row = _place(words, j, 2, COLUMNS).to(gl.int64)
         o_written = written.index(j % (2 * CHUNK)).load(COLUMNS).to(gl.int64)
-        # most is at hand that a state is needed for, so that its buffer is free again soon
+        vectors = _load_vectors(smem_x.index(w), decays.index(w), K, RIGHT, IS_PER_CHANNEL)
+        # all is at hand that a state is needed for, so that its buffer is free again soon
         mbarrier.wait(full.index(i), phase)
-        y = _read_state(tile, smem_x.index(w), decays.index(w), zeros, K, UNITS, IS_PER_CHANNEL)
+        y = _read_state(tile, vectors, zeros, LEFT, IS_PER_CHANNEL)
         if num_folded != 0:
             fold_row = gl.sum(_place(words, j, 3, COLUMNS), 0).to(gl.int64)
             mbarrier.wait(k_full, k_phase)
