@@ -487,8 +487,8 @@ class Timing:
 
 # step shapes that are measured: W, L and tokens accepted
 SHAPES = ((1, 16, 1), (1, 1, 1), (4, 16, 3))
-# of windows that a resident kernel serves, with few ring entries and with more
-RESIDENT_WINDOWS = ((4, 16, 3), (4, 13, 3), (2, 16, 2), (2, 15, 2))
+# of windows that a resident kernel serves
+RESIDENT_WINDOWS = ((4, 16, 3), (2, 16, 2))
 # of the delta rules' other settings of windows
 OTHER_WINDOWS = ((2, 16, 2), (8, 16, 5), (16, 16, 8))
 
