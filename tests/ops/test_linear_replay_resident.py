@@ -53,7 +53,11 @@ print(json.dumps([[x.name, stack_of(x), x.metadata.shared] for x in compiled]))
 
 
 def check(
-    monkeypatch: pytest.MonkeyPatch, seed: int = 0, num_programs: int = 1, **sizes: object
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int = 0,
+    num_programs: int = 1,
+    is_folding: bool = False,  # every row
+    **sizes: object,
 ) -> None:
     """Compare a step of eight rows, folds and padded ones among them, with the definition."""
     run = partial(resident.run_resident, num_programs=num_programs)
@@ -65,6 +69,8 @@ def check(
     lengths = lengths_of(shape)
     if shape.max_width:  # windows before were wider, so what is folded is not all that there is
         lengths = [(start, length + 3) for start, length in lengths]
+    if is_folding:
+        lengths = [(shape.replay_len, 2 * shape.replay_len)] * len(lengths)
     check_step(shape, lengths, seed)
 
 
@@ -76,6 +82,14 @@ def test_a_step_is_what_the_definition_says_whichever_part_is_ahead(
     recurrence: Recurrence, seed: int, num_programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(monkeypatch, seed, num_programs, recurrence=recurrence)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("recurrence", [GDN, KDA])
+def test_folds_one_after_the_other(
+    recurrence: Recurrence, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(monkeypatch, seed, is_folding=True, recurrence=recurrence)
 
 
 @pytest.mark.slow
@@ -209,15 +223,16 @@ def test_states_of_other_sizes_or_types_do_not_reside(
     assert case.resides()
 
 
-def test_each_part_waits_once_for_the_kernels_before() -> None:
-    folder = Path(resident.__file__).parent
-    for name in ("fetch", "weigh", "read"):
-        tree = ast.parse((folder / f"{name}.py").read_text())
-        part = next(
-            node
-            for node in tree.body
-            if isinstance(node, ast.FunctionDef) and node.name == f"_{name}"
-        )
-        waits = ast.unparse(part).count("gdc_wait()")
-        lets_go = ast.unparse(part).count("gdc_launch_dependents()")
-        assert (waits, lets_go) == (1, int(name == "read")), name
+@pytest.mark.parametrize(
+    "name", ["fetch", "weigh", "weigh_channels", "read", "window/fetch", "window/read"]
+)
+def test_each_part_waits_once_for_the_kernels_before(name: str) -> None:
+    path = Path(resident.__file__).parent / f"{name}.py"
+    part = next(
+        node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == f"_{path.stem}"
+    )
+    waits = ast.unparse(part).count("gdc_wait()")
+    lets_go = ast.unparse(part).count("gdc_launch_dependents()")
+    assert (waits, lets_go) == (1, int(path.stem == "read"))

@@ -6,10 +6,8 @@ It runs on the multiprocessor of `gluon.py`, the launch before it in Triton's in
 
 from __future__ import annotations
 
-import ast
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,13 +20,10 @@ from gapless.ops.linear_replay.resident.window import kernel
 from tests.ops.compiling import found_by
 from tests.ops.gluon import Launcher
 from tests.ops.test_linear_replay_resident import MOST_SHARED
-from tests.ops.test_linear_replay_triton import Shape, check_step, lengths_of
+from tests.ops.test_linear_replay_triton import GDN, KDA, Shape, check_step, lengths_of
 
 # padded rows compute on NaN
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-GDN, KDA = Recurrence.GATED_DELTA, Recurrence.KIMI_DELTA
-
 
 PROGRAM = """
 import json
@@ -221,17 +216,3 @@ def test_states_of_other_sizes_or_types_do_not_reside(monkeypatch: pytest.Monkey
         assert not case.resides()
     case.memory = replace(case.memory, checkpoint=whole)
     assert case.resides()
-
-
-def test_each_part_waits_once_for_the_kernels_before() -> None:
-    folder = Path(window.__file__).parent
-    for name in ("fetch", "read"):
-        tree = ast.parse((folder / f"{name}.py").read_text())
-        part = next(
-            node
-            for node in tree.body
-            if isinstance(node, ast.FunctionDef) and node.name == f"_{name}"
-        )
-        waits = ast.unparse(part).count("gdc_wait()")
-        lets_go = ast.unparse(part).count("gdc_launch_dependents()")
-        assert (waits, lets_go) == (1, int(name == "read")), name
