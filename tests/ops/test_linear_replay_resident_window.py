@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from gapless.core.specs.linear import Recurrence
 from gapless.ops.linear_replay import ReplayMemory, triton
 from gapless.ops.linear_replay.resident import window
 from gapless.ops.linear_replay.resident.window import kernel
@@ -21,6 +20,9 @@ from tests.ops.compiling import found_by
 from tests.ops.gluon import Launcher
 from tests.ops.test_linear_replay_resident import MOST_SHARED
 from tests.ops.test_linear_replay_triton import GDN, KDA, Shape, check_step, lengths_of
+
+if TYPE_CHECKING:
+    from gapless.core.specs.linear import Recurrence
 
 # padded rows compute on NaN
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
