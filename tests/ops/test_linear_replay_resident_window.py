@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from gapless.ops.linear_replay import ReplayMemory, triton
+from gapless.ops.linear_replay import ReplayMemory, resident, triton
 from gapless.ops.linear_replay.resident import window
 from gapless.ops.linear_replay.resident.window import kernel
 from tests.ops.compiling import found_by
@@ -181,7 +181,7 @@ class Case:
 
 def test_rows_of_a_delta_rule_reside_on_a_hopper_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not Case().resides()
-    monkeypatch.setattr(window, "nvidia_capability", lambda _: (9, 0))
+    monkeypatch.setattr(resident, "nvidia_capability", lambda _: (9, 0))
     assert not Case(rows=window.LEAST_WINDOW_ITEMS // 32 - 1).resides()
     assert [width for width in range(1, 9) if Case(width=width).resides()] == [2, 3, 4]
     case = Case()
@@ -203,14 +203,14 @@ def test_rows_of_a_delta_rule_reside_on_a_hopper_gpu_alone(monkeypatch: pytest.M
 def test_what_the_resident_kernel_does_not_serve(
     changed: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(window, "nvidia_capability", lambda _: (9, 0))
+    monkeypatch.setattr(resident, "nvidia_capability", lambda _: (9, 0))
     case = Case()
     vars(case).update(changed)
     assert not case.resides()
 
 
 def test_states_of_other_sizes_or_types_do_not_reside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window, "nvidia_capability", lambda _: (9, 0))
+    monkeypatch.setattr(resident, "nvidia_capability", lambda _: (9, 0))
     case = Case()
     whole = torch.zeros(2, 32, 128, 128)
     for checkpoint in (whole[..., :64], whole[:, :, :64], whole.bfloat16()):
