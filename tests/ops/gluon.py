@@ -409,11 +409,10 @@ def _extreme(of_tensors: Any, of_numbers: Any, a: Any, b: Any) -> Any:
     return Value(of_tensors(a.to(dtype), b.to(dtype)))
 
 
-def _scan(x: Value, axis: int, combine: Callable[..., Value], reverse: bool = False) -> Value:
+def _scan(x: Value, axis: int, combine: Callable[..., Value]) -> Value:
     found = x.tensor.clone().movedim(axis, 0)
-    places = range(len(found) - 2, -1, -1) if reverse else range(1, len(found))
-    for i in places:
-        found[i] = combine(Value(found[i + 1 if reverse else i - 1]), Value(found[i])).tensor
+    for i in range(1, len(found)):
+        found[i] = combine(Value(found[i - 1]), Value(found[i])).tensor
     return Value(found.movedim(0, axis))
 
 

@@ -17,12 +17,14 @@ import pytest
 import torch
 
 from gapless.ops.linear_replay import ReplayMemory, resident, triton
-from gapless.ops.linear_replay.resident import kernel
+from gapless.ops.linear_replay.resident import kernel, window
 from tests.ops.compiling import found_by
 from tests.ops.gluon import Launcher
 from tests.ops.test_linear_replay_triton import GDN, KDA, Shape, check_step, lengths_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from gapless.core.specs.linear import Recurrence
 
 # shared memory of a program on sm_90, of which 1 KiB is the system's
@@ -151,12 +153,14 @@ def test_items_that_fold_are_visited_apart_and_by_programs_at_different_times() 
 
 
 class Case:
-    """What one token of Qwen3.5's rows brings."""
+    """What rows of Qwen3.5 bring, and which kernel is asked whether it serves them."""
 
-    def __init__(self, rows: int = 64) -> None:
-        self.mixed = torch.zeros(rows, 1, 8192, dtype=torch.bfloat16)
-        self.beta: torch.Tensor | None = torch.zeros(rows, 1, 32)
-        self.log_decay = torch.zeros(rows, 1, 32, 1)
+    def __init__(
+        self, rows: int = 64, width: int = 1, serves: Callable[..., bool] = resident.can_reside
+    ) -> None:
+        self.mixed = torch.zeros(rows, width, 8192, dtype=torch.bfloat16)
+        self.beta: torch.Tensor | None = torch.zeros(rows, width, 32)
+        self.log_decay = torch.zeros(rows, width, 32, 1)
         self.memory = ReplayMemory(
             torch.zeros(2, 32, 128, 128),
             torch.zeros(2, 32, 128),
@@ -164,12 +168,13 @@ class Case:
             torch.zeros(2, 32, 1),
         )
         self.num_replayed = 16
+        self.serves = serves
 
     def resides(self) -> bool:
         q, k, v = self.mixed.split([2048, 2048, 4096], dim=-1)
         vectors = (x.unflatten(-1, (-1, 128)) for x in (q, k, v))
         inputs = (*vectors, self.beta, self.log_decay)
-        return resident.can_reside(inputs, self.memory, self.num_replayed)
+        return self.serves(inputs, self.memory, self.num_replayed)
 
 
 def test_rows_of_a_delta_rule_reside_on_a_hopper_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,11 +215,13 @@ def test_what_the_resident_kernel_does_not_serve(
 
 
 @pytest.mark.parametrize("dims", [(64, 128), (128, 64)])
+@pytest.mark.parametrize(
+    "case", [Case(), Case(width=4, serves=window.can_reside_window)], ids=["token", "window"]
+)
 def test_states_of_other_sizes_or_types_do_not_reside(
-    dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    case: Case, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resident, "nvidia_capability", lambda _: (9, 0))
-    case = Case()
     whole = torch.zeros(2, 32, 128, 128)
     for checkpoint in (torch.zeros(2, 32, *dims), whole.bfloat16()):
         case.memory = replace(case.memory, checkpoint=checkpoint)

@@ -6,19 +6,18 @@ It runs on the multiprocessor of `gluon.py`, the launch before it in Triton's in
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from gapless.ops.linear_replay import ReplayMemory, resident, triton
+from gapless.ops.linear_replay import resident, triton
 from gapless.ops.linear_replay.resident import window
 from gapless.ops.linear_replay.resident.window import kernel
 from tests.ops.compiling import found_by
 from tests.ops.gluon import Launcher
-from tests.ops.test_linear_replay_resident import MOST_SHARED
+from tests.ops.test_linear_replay_resident import MOST_SHARED, Case
 from tests.ops.test_linear_replay_triton import GDN, KDA, Shape, check_step, lengths_of
 
 if TYPE_CHECKING:
@@ -157,34 +156,15 @@ def test_the_kernel_compiles_and_fits() -> None:
         assert shared <= MOST_SHARED
 
 
-class Case:
-    """What a window of Qwen3.5's rows brings."""
-
-    def __init__(self, rows: int = 64, width: int = 4) -> None:
-        self.mixed = torch.zeros(rows, width, 8192, dtype=torch.bfloat16)
-        self.beta: torch.Tensor | None = torch.zeros(rows, width, 32)
-        self.log_decay = torch.zeros(rows, width, 32, 1)
-        self.memory = ReplayMemory(
-            torch.zeros(2, 32, 128, 128),
-            torch.zeros(2, 32, 128),
-            torch.zeros(2, 16, 128, dtype=torch.bfloat16),
-            torch.zeros(2, 32, 1),
-        )
-        self.num_replayed = 16
-
-    def resides(self) -> bool:
-        q, k, v = self.mixed.split([2048, 2048, 4096], dim=-1)
-        vectors = (x.unflatten(-1, (-1, 128)) for x in (q, k, v))
-        inputs = (*vectors, self.beta, self.log_decay)
-        return window.can_reside_window(inputs, self.memory, self.num_replayed)
+WindowCase = partial(Case, width=4, serves=window.can_reside_window)
 
 
 def test_rows_of_a_delta_rule_reside_on_a_hopper_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not Case().resides()
+    assert not WindowCase().resides()
     monkeypatch.setattr(resident, "nvidia_capability", lambda _: (9, 0))
-    assert not Case(rows=window.LEAST_WINDOW_ITEMS // 32 - 1).resides()
-    assert [width for width in range(1, 9) if Case(width=width).resides()] == [2, 3, 4]
-    case = Case()
+    assert not WindowCase(rows=window.LEAST_WINDOW_ITEMS // 32 - 1).resides()
+    assert [width for width in range(1, 9) if WindowCase(width=width).resides()] == [2, 3, 4]
+    case = WindowCase()
     case.log_decay = torch.zeros(64, 4, 32, 128)
     assert case.resides()
 
@@ -204,17 +184,6 @@ def test_what_the_resident_kernel_does_not_serve(
     changed: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resident, "nvidia_capability", lambda _: (9, 0))
-    case = Case()
+    case = WindowCase()
     vars(case).update(changed)
     assert not case.resides()
-
-
-def test_states_of_other_sizes_or_types_do_not_reside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resident, "nvidia_capability", lambda _: (9, 0))
-    case = Case()
-    whole = torch.zeros(2, 32, 128, 128)
-    for checkpoint in (whole[..., :64], whole[:, :, :64], whole.bfloat16()):
-        case.memory = replace(case.memory, checkpoint=checkpoint)
-        assert not case.resides()
-    case.memory = replace(case.memory, checkpoint=whole)
-    assert case.resides()

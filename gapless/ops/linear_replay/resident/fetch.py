@@ -1,5 +1,6 @@
 """Reads that are under way before they are needed, by a part of a resident program: `kernel.py`."""
 
+# ruff: noqa: RUF005
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -17,49 +18,56 @@ CHUNK = gl.constexpr(8)
 @gluon.jit
 def _load_places(
     order, ring_read, read_rows, fold_mask, j0, first, step, count, zero_entry,
-    N: gl.constexpr, NP: gl.constexpr, HV: gl.constexpr, PLACES: gl.constexpr,
+    N: gl.constexpr, NP: gl.constexpr, HV: gl.constexpr, IS_PER_CHANNEL: gl.constexpr,
+    PLACES: gl.constexpr,
 ):  # fmt: skip
-    """Load where the states and ring entries of CHUNK visits from j0 on are, which fold, and each
-    entry's newer neighbour, the oldest in the last one's place."""
+    """Load where the states and ring entries of CHUNK visits from j0 on are, and which fold; with a
+    decay per channel also each entry's newer neighbour, the oldest in the last one's place."""
     ITEM: gl.constexpr = gl.SliceLayout(1, PLACES)
     item = _items(j0, first, step, count, CHUNK, ITEM)
     row = gl.load(order + item // HV).to(gl.int32)
     o_n = _newest_first(NP, gl.SliceLayout(0, PLACES))
     p_entry = _pairs(ring_read) + (row * N)[:, None] * 2
     m_n = (row >= 0)[:, None] & (o_n < N)[None, :]
-    entries = gl.load(p_entry + o_n[None, :] * 2, mask=m_n, other=zero_entry)
-    o_newer = (o_n + 1) % NP
-    m_newer = (row >= 0)[:, None] & (o_newer < N)[None, :]
-    newer = gl.load(p_entry + o_newer[None, :] * 2, mask=m_newer, other=zero_entry)
+    lists = (gl.load(p_entry + o_n[None, :] * 2, mask=m_n, other=zero_entry),)
+    if IS_PER_CHANNEL:
+        o_newer = (o_n + 1) % NP
+        m_newer = (row >= 0)[:, None] & (o_newer < N)[None, :]
+        newer = gl.load(p_entry + o_newer[None, :] * 2, mask=m_newer, other=zero_entry)
+        lists = lists + (newer,)
     state_row = gl.load(read_rows + row).to(gl.int32)
     is_folding = gl.load(fold_mask + row * N).to(gl.int32)
-    return item % HV * 2 + is_folding, state_row, row, entries, newer
+    return (item % HV * 2 + is_folding, state_row, row), lists
 
 
 @gluon.jit
-def _store_places(found, places, j0, IS_PER_CHANNEL: gl.constexpr):
-    """Put places where all threads find them; those of the chunk before stay."""
-    head, state_row, row, entries, newer = found
-    smem_places, smem_entries, smem_newer = places
+def _store_places(found, places, j0):
+    """Put words of CHUNK visits, and lists, where all threads find them; the chunk before stays."""
+    words, lists = found
     i = j0 // CHUNK % 2
-    chunks = smem_places._reinterpret(gl.int32, [8, CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    chunks = places[0]._reinterpret(gl.int32, [8, CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barrier()
-    chunks.index(i).store(head)
-    chunks.index(2 + i).store(state_row)
-    chunks.index(4 + i).store(row)
-    smem_entries.index(i).store(entries)
-    if IS_PER_CHANNEL:
-        smem_newer.index(i).store(newer)
+    for n in gl.static_range(len(words)):
+        chunks.index(2 * n + i).store(words[n])
+    for n in gl.static_range(len(lists)):
+        places[1 + n].index(i).store(lists[n])
     barrier()
 
 
 @gluon.jit
-def _place(smem_places, j, LAYOUT: gl.constexpr):
+def _place(places, j, n: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the n-th word of a visit, [1]."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    words = places[0]._reinterpret(gl.int32, [8 * CHUNK, 1], FLAT)
+    return words.index(2 * n * CHUNK + j % (2 * CHUNK)).load(LAYOUT)
+
+
+@gluon.jit
+def _visit(places, j, LAYOUT: gl.constexpr):
     """Return the row of a visit, its state row, its value head, and whether it folds."""
-    j = j % (2 * CHUNK)
-    row = gl.sum(smem_places.index(4 * CHUNK + j).load(LAYOUT), 0).to(gl.int64)
-    state_row = gl.sum(smem_places.index(2 * CHUNK + j).load(LAYOUT), 0)
-    head = gl.sum(smem_places.index(j).load(LAYOUT), 0)
+    row = gl.sum(_place(places, j, 2, LAYOUT), 0).to(gl.int64)
+    state_row = gl.sum(_place(places, j, 1, LAYOUT), 0)
+    head = gl.sum(_place(places, j, 0, LAYOUT), 0)
     return row, state_row, head // 2, head % 2 != 0
 
 
@@ -154,43 +162,42 @@ def _fetch(
     """Keep STAGES items on their way."""
     PLACES: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0])
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     smem_states, smem_d, smem_x, smem_v, full, empty = fetched
-    smem_places, smem_entries, _ = places
+    smem_entries = places[1]
     k_empty = folded[3]
     first, step, count = visits
-    flat = smem_places._reinterpret(gl.int32, [8 * CHUNK, 1], FLAT)
     found = _load_places(
-        order, ring_read, read_rows, fold_mask, 0, first, step, count, zero_entry, N, NP, HV, PLACES
-    )
-    _store_places(found, places, 0, IS_PER_CHANNEL)
+        order, ring_read, read_rows, fold_mask, 0, first, step, count, zero_entry,
+        N, NP, HV, IS_PER_CHANNEL, PLACES,
+    )  # fmt: skip
+    _store_places(found, places, 0)
     for j in gl.static_range(STAGES):
         if j < count:
             if j == 1:
                 # or what the first weights need would be the last to come
                 mbarrier.wait(asked, 0)
-            row, state_row, head, is_folding = _place(flat, j, LAYOUT)
+            row, state_row, head, is_folding = _visit(places, j, LAYOUT)
             first_channel = (state_row * HV + head) * V
             for half in gl.static_range(2):
                 i = half * STAGES + j
                 _fetch_state(states, smem_states, full, i, first_channel + half * BV)
     for j in gl.static_range(STAGES):
         if j < count:
-            row, state_row, head, is_folding = _place(flat, j, LAYOUT)
+            row, state_row, head, is_folding = _visit(places, j, LAYOUT)
             for half in gl.static_range(2):
                 p_d = d_ring + head * V + half * BV
                 i = half * STAGES + j
                 _fetch_ring(p_d, smem_d, smem_entries, i, j, zero_entry, NP, BV, HV * V)
     found = _load_places(
         order, ring_read, read_rows, fold_mask, CHUNK, first, step, count, zero_entry,
-        N, NP, HV, PLACES,
+        N, NP, HV, IS_PER_CHANNEL, PLACES,
     )  # fmt: skip
     if CHAINED:
         gdc_wait()
     k_phase = 1
     for j in gl.static_range(STAGES):
         if j < count:
-            row, state_row, head, is_folding = _place(flat, j, LAYOUT)
+            row, state_row, head, is_folding = _visit(places, j, LAYOUT)
             if is_folding:
                 mbarrier.wait(k_empty, k_phase)
                 _fetch_fold(k_ring, g_ring, folded, places, j, head, NP, H, HV, K, IS_PER_CHANNEL)
@@ -202,7 +209,7 @@ def _fetch(
     stage = 0
     phase = 0
     for j in range(STAGES, count):
-        row, state_row, head, is_folding = _place(flat, j, LAYOUT)
+        row, state_row, head, is_folding = _visit(places, j, LAYOUT)
         if is_folding:
             mbarrier.wait(k_empty, k_phase)
             _fetch_fold(k_ring, g_ring, folded, places, j, head, NP, H, HV, K, IS_PER_CHANNEL)
@@ -219,10 +226,10 @@ def _fetch(
             H, HV, K, V, STAGES, IS_PER_CHANNEL,
         )  # fmt: skip
         if (j + 1) % CHUNK == 0:
-            _store_places(found, places, j + 1, IS_PER_CHANNEL)
+            _store_places(found, places, j + 1)
             found = _load_places(
                 order, ring_read, read_rows, fold_mask, j + 1 + CHUNK, first, step, count,
-                zero_entry, N, NP, HV, PLACES,
+                zero_entry, N, NP, HV, IS_PER_CHANNEL, PLACES,
             )  # fmt: skip
         stage += 1
         if stage == STAGES:

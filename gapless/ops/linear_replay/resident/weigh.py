@@ -86,18 +86,28 @@ def _load_ring(
 
 
 @gluon.jit
+def _load_vectors(
+    q, k, row, head, q_stride, k_stride,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Load a group's keys and queries [GROUP, K / 2], in pairs."""
+    VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    row = gl.convert_layout(row, gl.SliceLayout(1, VECTOR))
+    key_head = gl.convert_layout(head, gl.SliceLayout(1, VECTOR)) // (HV // H)
+    o_k = gl.arange(0, K // 2, gl.SliceLayout(0, VECTOR))
+    key = gl.load(_pairs(k + row * k_stride + key_head * K)[:, None] + o_k[None, :])
+    query = gl.load(_pairs(q + row * q_stride + key_head * K)[:, None] + o_k[None, :])
+    return key, query
+
+
+@gluon.jit
 def _load_token(
     q, k, beta, log_decay, ring_write, fold_rows, row, head,
     q_stride, k_stride, beta_stride, g_stride,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Load a group's tokens, and where they and their folds go."""
-    VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    v_row = gl.convert_layout(row, gl.SliceLayout(1, VECTOR))
-    v_key_head = gl.convert_layout(head, gl.SliceLayout(1, VECTOR)) // (HV // H)
-    o_k = gl.arange(0, K // 2, gl.SliceLayout(0, VECTOR))
-    key = gl.load(_pairs(k + v_row * k_stride + v_key_head * K)[:, None] + o_k[None, :])
-    query = gl.load(_pairs(q + v_row * q_stride + v_key_head * K)[:, None] + o_k[None, :])
+    key, query = _load_vectors(q, k, row, head, q_stride, k_stride, H, HV, K, LAYOUT)
     g = gl.load(log_decay + row * g_stride + head)
     b_beta = gl.load(beta + row * beta_stride + head)
     return key, query, g, b_beta, gl.load(ring_write + row), gl.load(fold_rows + row)
@@ -130,6 +140,16 @@ def _products(
     key_scores *= factor * key_scale[:, None]
     query_scores *= factor * query_scale[:, None]
     return factor, key_scores, query_scores, key_scale, query_scale, pair * key_scale * query_scale
+
+
+@gluon.jit
+def _store_numbers(weights, row, written, num_folded, fold_row, NP: gl.constexpr):
+    """Store where a group's items read and write."""
+    REST: gl.constexpr = 3 * NP
+    weights.slice(REST + ROW, 1, dim=1).store(_bits(row)[:, None])
+    weights.slice(REST + WRITTEN, 1, dim=1).store(_bits(written)[:, None])
+    weights.slice(REST + NUM_FOLDED, 1, dim=1).store(_bits(num_folded)[:, None])
+    weights.slice(REST + FOLD_ROW, 1, dim=1).store(_bits(fold_row)[:, None])
 
 
 @gluon.jit
@@ -173,10 +193,7 @@ def _store_weights(
     weights.slice(REST + OUT_OF_KEY, 1, dim=1).store((-of_key * decay * key_scale)[:, None])
     weights.slice(REST + OUT_OF_QUERY, 1, dim=1).store((decay * query_scale)[:, None])
     weights.slice(REST + FOLD_DECAY, 1, dim=1).store(fold_decay[:, None])
-    weights.slice(REST + ROW, 1, dim=1).store(_bits(row)[:, None])
-    weights.slice(REST + WRITTEN, 1, dim=1).store(_bits(written)[:, None])
-    weights.slice(REST + NUM_FOLDED, 1, dim=1).store(_bits(num_folded)[:, None])
-    weights.slice(REST + FOLD_ROW, 1, dim=1).store(_bits(fold_row)[:, None])
+    _store_numbers(weights, row, written, num_folded, fold_row, NP)
 
 
 @gluon.jit

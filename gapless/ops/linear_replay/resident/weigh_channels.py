@@ -14,22 +14,22 @@ from triton.language.extra.cuda import gdc_wait
 
 from gapless.ops.linear_replay.arithmetic import _decay
 from gapless.ops.linear_replay.resident.items import (
-    FOLD_ROW,
     GROUP,
-    NUM_FOLDED,
     OF_VALUE,
     OUT_OF_VALUE,
-    ROW,
-    WRITTEN,
     _add,
-    _bits,
     _float_pairs,
     _newest_first,
     _pairs,
     _unpacked,
     _unpacked_floats,
 )
-from gapless.ops.linear_replay.resident.weigh import _group, _load_entries
+from gapless.ops.linear_replay.resident.weigh import (
+    _group,
+    _load_entries,
+    _load_vectors,
+    _store_numbers,
+)
 
 
 @gluon.jit
@@ -66,12 +66,10 @@ def _load_token(
 ):  # fmt: skip
     """Load a group's tokens, and where they and their folds go."""
     VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    key, query = _load_vectors(q, k, row, head, q_stride, k_stride, H, HV, K, LAYOUT)
     v_row = gl.convert_layout(row, gl.SliceLayout(1, VECTOR))
     v_head = gl.convert_layout(head, gl.SliceLayout(1, VECTOR))
-    v_key_head = v_head // (HV // H)
     o_k = gl.arange(0, K // 2, gl.SliceLayout(0, VECTOR))
-    key = gl.load(_pairs(k + v_row * k_stride + v_key_head * K)[:, None] + o_k[None, :])
-    query = gl.load(_pairs(q + v_row * q_stride + v_key_head * K)[:, None] + o_k[None, :])
     p_g = _float_pairs(log_decay + v_row * g_stride + v_head * K)
     g = gl.load(p_g[:, None] + o_k[None, :])
     b_beta = gl.load(beta + row * beta_stride + head)
@@ -135,7 +133,6 @@ def _store_weights(
     """Store a group's weights where they are read, and its keys and decays in the rings."""
     VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     V_ITEM: gl.constexpr = gl.SliceLayout(1, VECTOR)
-    REST: gl.constexpr = 3 * NP
     key, _, g, _, written, fold_row = token
     of_ring, of_state, of_value = found
     o_k = gl.arange(0, K // 2, gl.SliceLayout(0, VECTOR))
@@ -150,12 +147,9 @@ def _store_weights(
         weights.slice(i * NP, NP, dim=1).store(of_ring[i])
     for i in gl.static_range(2):
         smem_x.slice(i * K, K, dim=1).store(gl.reshape(of_state[i], [GROUP, K]))
-    weights.slice(REST + OF_VALUE, 1, dim=1).store(of_value[0][:, None])
-    weights.slice(REST + OUT_OF_VALUE, 1, dim=1).store(of_value[1][:, None])
-    weights.slice(REST + ROW, 1, dim=1).store(_bits(row)[:, None])
-    weights.slice(REST + WRITTEN, 1, dim=1).store(_bits(written)[:, None])
-    weights.slice(REST + NUM_FOLDED, 1, dim=1).store(_bits(num_folded)[:, None])
-    weights.slice(REST + FOLD_ROW, 1, dim=1).store(_bits(fold_row)[:, None])
+    weights.slice(3 * NP + OF_VALUE, 1, dim=1).store(of_value[0][:, None])
+    weights.slice(3 * NP + OUT_OF_VALUE, 1, dim=1).store(of_value[1][:, None])
+    _store_numbers(weights, row, written, num_folded, fold_row, NP)
 
 
 @gluon.jit

@@ -13,8 +13,10 @@ from gapless.ops.linear_replay.resident.fetch import (
     _fetch_keys,
     _fetch_ring,
     _fetch_state,
+    _place,
+    _store_places,
 )
-from gapless.ops.linear_replay.resident.items import _items, _pairs, barrier
+from gapless.ops.linear_replay.resident.items import _items, _pairs
 
 # items on their way
 STAGES = gl.constexpr(2)
@@ -29,7 +31,8 @@ def _load_places(
     N: gl.constexpr, NP: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, HV: gl.constexpr,
     PLACES: gl.constexpr,
 ):  # fmt: skip
-    """Load where CHUNK visits from j0 on read, write and fold."""
+    """Load where CHUNK visits from j0 on read, write and fold: words 0, its head and how many
+    entries it folds; 1, the row of its state; 2, its row; 3, the row that it folds into."""
     ITEM: gl.constexpr = gl.SliceLayout(1, PLACES)
     item = _items(j0, first, step, count, CHUNK, ITEM)
     row = gl.load(order + item // HV).to(gl.int32)
@@ -45,33 +48,8 @@ def _load_places(
     folded = gl.load(fold_mask + (row * N)[:, None] + o_n[None, :], mask=m_n, other=0)
     head = item % HV * FOLDS + gl.sum(folded.to(gl.int32), 1)
     state_row = gl.load(_pairs(read_rows) + row * 2)
-    return head, state_row, row, gl.load(_pairs(fold_rows) + row * 2), entries, written
-
-
-@gluon.jit
-def _store_places(found, places, j0):
-    """Put places where all threads find them; those of the chunk before stay."""
-    head, state_row, row, fold_row, entries, written = found
-    smem_places, smem_entries, smem_written = places
-    i = j0 // CHUNK % 2
-    chunks = smem_places._reinterpret(gl.int32, [8, CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    barrier()
-    chunks.index(i).store(head)
-    chunks.index(2 + i).store(state_row)
-    chunks.index(4 + i).store(row)
-    chunks.index(6 + i).store(fold_row)
-    smem_entries.index(i).store(entries)
-    smem_written.index(i).store(written)
-    barrier()
-
-
-@gluon.jit
-def _place(smem_places, j, i: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return a word of a visit, [1]: 0, its head and how many entries it folds; 1, the row of its
-    state; 2, its row; 3, the row that it folds into."""
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    words = smem_places._reinterpret(gl.int32, [8 * CHUNK, 1], FLAT)
-    return words.index(2 * i * CHUNK + j % (2 * CHUNK)).load(LAYOUT)
+    fold_row = gl.load(_pairs(fold_rows) + row * 2)
+    return (head, state_row, row, fold_row), (entries, written)
 
 
 @gluon.jit
@@ -81,9 +59,9 @@ def _phase(j):
 
 
 @gluon.jit
-def _head_of(smem_places, j, LAYOUT: gl.constexpr):
+def _head_of(places, j, LAYOUT: gl.constexpr):
     """Return the value head of a visit, and how many entries its row folds."""
-    word = gl.sum(_place(smem_places, j, 0, LAYOUT), 0)
+    word = gl.sum(_place(places, j, 0, LAYOUT), 0)
     return word // FOLDS, word % FOLDS
 
 
@@ -95,9 +73,9 @@ def _fetch_past(
     """Ask for a visit's state, and for what the ring holds of its d, once there is room."""
     smem_states, full, empty = of_states
     smem_d, w_empty = of_windows[0], of_windows[8]
-    smem_places, smem_entries, _ = places
-    head, _ = _head_of(smem_places, j, LAYOUT)
-    state_row = gl.sum(_place(smem_places, j, 1, LAYOUT), 0)
+    smem_entries = places[1]
+    head, _ = _head_of(places, j, LAYOUT)
+    state_row = gl.sum(_place(places, j, 1, LAYOUT), 0)
     for half in gl.static_range(2):
         i = half * STAGES + j % STAGES
         mbarrier.wait(empty.index(i), _phase(j))
@@ -206,13 +184,13 @@ def _fetch_window(
     phase of the fold's buffers."""
     _, smem_x, decays, values, columns, scores, mixed, full, _ = of_windows
     keys, of_fold, k_full, k_empty = of_folds
-    smem_places, smem_entries, _ = places
+    smem_entries = places[1]
     q, q_stride, q_token_stride = q
     k, k_stride, k_token_stride = k
     v, v_stride, v_token_stride = v
     i = j % STAGES
-    head, num_folded = _head_of(smem_places, j, LAYOUT)
-    row = gl.sum(_place(smem_places, j, 2, LAYOUT), 0).to(gl.int64)
+    head, num_folded = _head_of(places, j, LAYOUT)
+    row = gl.sum(_place(places, j, 2, LAYOUT), 0).to(gl.int64)
     record = records + (row * HV + head) * SIZE
     channel = head // (HV // H) * K
     if not IS_PER_CHANNEL:

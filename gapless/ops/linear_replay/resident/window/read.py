@@ -10,8 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gapless.ops.linear_replay.arithmetic import _cut, _head
-from gapless.ops.linear_replay.resident.fetch import CHUNK, _entries
-from gapless.ops.linear_replay.resident.window.fetch import STAGES, _head_of, _place
+from gapless.ops.linear_replay.resident.fetch import CHUNK, _entries, _place
+from gapless.ops.linear_replay.resident.window.fetch import STAGES, _head_of
 
 # key channels of a part of a tile: swizzled vectors of 16 bits begin anew there
 KB = gl.constexpr(64)
@@ -125,7 +125,7 @@ def _read(
     smem_states, full, empty = of_states
     smem_d, smem_x, decays, values, columns, scores, mixed, w_full, w_empty = of_windows
     keys, of_fold, k_full, k_empty = of_folds
-    words, entries, written = places
+    _, entries, written = places
     o_v = HALF * BV + gl.arange(0, BV, gl.SliceLayout(1, UNITS))
     o_x = gl.arange(0, XP, COLUMNS)
     node = o_x % (XP // 2)
@@ -149,17 +149,17 @@ def _read(
         of_ring = _dot(ring_d.permute([1, 0]).load(LEFT), right, zeros, SPLIT_B=True)
         value = values.index(w).slice(HALF * BV, BV, dim=1).permute([1, 0]).load(UNITS)
         of_ring -= value.to(gl.float32)
-        head, num_folded = _head_of(words, j, COLUMNS)
+        head, num_folded = _head_of(places, j, COLUMNS)
         column = columns.index(w).load(COLUMNS)
         right = mixed.index(w).permute([1, 0]).load(RIGHT)
-        row = _place(words, j, 2, COLUMNS).to(gl.int64)
+        row = _place(places, j, 2, COLUMNS).to(gl.int64)
         o_written = written.index(j % (2 * CHUNK)).load(COLUMNS).to(gl.int64)
         vectors = _load_vectors(smem_x.index(w), decays.index(w), K, RIGHT, IS_PER_CHANNEL)
         # all is at hand that a state is needed for, so that its buffer is free again soon
         mbarrier.wait(full.index(i), phase)
         y = _read_state(tile, vectors, zeros, LEFT, IS_PER_CHANNEL)
         if num_folded != 0:
-            fold_row = gl.sum(_place(words, j, 3, COLUMNS), 0).to(gl.int64)
+            fold_row = gl.sum(_place(places, j, 3, COLUMNS), 0).to(gl.int64)
             mbarrier.wait(k_full, k_phase)
             _store_fold(
                 tile, checkpoint + (fold_row * HV + head) * (V * K), ring_d, keys, of_fold,
