@@ -81,11 +81,9 @@ def window_launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     run = window.run_resident_window
 
-    def counted(
-        records: torch.Tensor, vectors: tuple[torch.Tensor, ...], *args: object, **settings: object
-    ) -> object:
-        found.append(vectors[0].shape[1])
-        return run(records, vectors, *args, **settings)
+    def counted(inputs: tuple[torch.Tensor, ...], *args: object, **settings: object) -> object:
+        found.append(inputs[0].shape[1])
+        return run(inputs, *args, **settings)
 
     monkeypatch.setattr("gapless.ops.linear_replay.triton.run_resident_window", counted)
     return found

@@ -61,6 +61,9 @@ class Value:
     def __neg__(self) -> Value:
         return Value(-self.tensor)
 
+    def __invert__(self) -> Value:
+        return Value(~self.tensor)
+
 
 def _binary(name: str) -> Callable[[Value, Any], Any]:
     def operate(self: Value, other: Any) -> Any:
@@ -308,6 +311,7 @@ class Multiprocessor:
             reshape=lambda x, shape: Value(x.tensor.reshape(*shape)),
             permute=lambda x, axes: Value(x.tensor.permute(*axes)),
             join=lambda a, b: Value(torch.stack([a.tensor, b.tensor], -1)),
+            split=lambda x: tuple(map(Value, x.tensor.unbind(-1))),
             convert_layout=lambda x, *_, **__: x, associative_scan=_scan, load=_load, store=_store,
             allocate_shared_memory=_allocate, program_id=lambda _: self.program,
             num_programs=lambda _: self.num_programs, warp_specialize=self.warp_specialize,
@@ -409,7 +413,9 @@ def _extreme(of_tensors: Any, of_numbers: Any, a: Any, b: Any) -> Any:
     return Value(of_tensors(a.to(dtype), b.to(dtype)))
 
 
-def _scan(x: Value, axis: int, combine: Callable[..., Value]) -> Value:
+def _scan(x: Value, axis: int, combine: Callable[..., Value], reverse: bool = False) -> Value:
+    if reverse:
+        return Value(_scan(Value(x.tensor.flip(axis)), axis, combine).tensor.flip(axis))
     found = x.tensor.clone().movedim(axis, 0)
     for i in range(1, len(found)):
         found[i] = combine(Value(found[i - 1]), Value(found[i])).tensor

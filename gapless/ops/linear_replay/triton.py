@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -217,13 +218,21 @@ def _run_window(
     key_heads, key_dim = q.shape[2:]
     is_per_channel = log_decay.shape[3] > 1
     record = _Record(width, indices.ring_read.shape[1], key_dim, is_per_channel=is_per_channel)
-    records = torch.empty((rows, value_heads, record.size), dtype=torch.float32, device=q.device)
     settings = record.settings(memory) | {"RING": record.ring, "W": width, "HALF": record.half}
     places, zero_entry = indices.places(), memory.d_ring.shape[0] - 1
     eps = 0.0 if l2norm_eps is None else l2norm_eps
+    if ancestors is not None:
+        ancestors = ancestors.contiguous()
+    reside = partial(
+        run_resident_window, inputs, memory, indices, settings,
+        l2norm_eps=l2norm_eps, scale=scale, ancestors=ancestors,
+    )  # fmt: skip
+    if resides and not is_per_channel:
+        return reside()
+    records = torch.empty((rows, value_heads, record.size), dtype=torch.float32, device=q.device)
     tensors = (q, k, q if beta is None else beta, log_decay)
     arguments = (
-        *tensors, places[0] if ancestors is None else ancestors.contiguous(), records,
+        *tensors, places[0] if ancestors is None else ancestors, records,
         memory.k_ring, memory.g_ring,
     )  # fmt: skip
     strides = [stride for x in tensors for stride in x.stride()[:2]]
@@ -243,7 +252,7 @@ def _run_window(
             num_warps=launch.weights_warps, maxnreg=SCORES_REGISTERS, **chained(q),
         )  # fmt: skip
     if resides:
-        return run_resident_window(records, (q, k, v), memory, indices, settings)
+        return reside(records=records)
     out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     block_v = min(launch.block_v, value_dim)
     is_one_warp = launch.num_warps == 1

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # fewer leave multiprocessors without work while others end
 LEAST_WINDOW_ITEMS = 64 * 32
 MOST_TOKENS = 4
-MOST_ENTRIES = 32
+MOST_ENTRIES = 24
 
 
 def can_reside_window(
@@ -41,29 +41,36 @@ def can_reside_window(
 
 
 def run_resident_window(
-    records: Tensor,  # [B, HV, SIZE] of the weights kernel
-    vectors: tuple[Tensor, Tensor, Tensor],  # q, k, v
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],  # q, k, v, beta, log_decay
     memory: ReplayMemory,
     indices: ReplayIndices,
-    settings: dict[str, int],  # constants of windows' kernels, those of the record among them
+    settings: dict[str, int],  # constants of windows' kernels
     *,
+    l2norm_eps: float | None,
+    scale: float,
+    ancestors: Tensor | None,  # [B, W] int64 bits
+    records: Tensor | None = None,  # [B, HV, SIZE] of the weights kernel, with a decay per channel
     num_programs: int | None = None,  # one for each multiprocessor
 ) -> Tensor:
-    """Run the second launch of windows, where `can_reside_window`."""
+    """Run windows, or with a decay per channel their second launch, where `can_reside_window`."""
     # Gluon is loaded where it is used
     from gapless.ops.linear_replay.resident.window.kernel import _resident_window_kernel
 
-    q, _, v = vectors
+    q, k, v, beta, log_decay = inputs
+    assert beta is not None, "a delta rule"
     rows, _, value_heads, value_dim = v.shape
     out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     num_items = rows * value_heads
+    tensors = (q, k, v, beta, log_decay)
     _resident_window_kernel[(programs_of(num_items, q.device, num_programs),)](
-        records, *vectors, out, half_states(memory),
-        memory.checkpoint, memory.d_ring, memory.k_ring,
+        log_decay if records is None else records, *tensors,
+        indices.ring_read if ancestors is None else ancestors, out, half_states(memory),
+        memory.checkpoint, memory.d_ring, memory.k_ring, memory.g_ring,
         indices.order, *indices.places(), indices.read_rows, indices.fold_rows,
-        *(stride for x in vectors for stride in x.stride()[:2]),
-        memory.d_ring.shape[0] - 1, num_items,
-        **settings, V=value_dim, IS_PER_CHANNEL=memory.g_ring.shape[2] > 1,
+        *(stride for x in tensors for stride in x.stride()[:2]),
+        memory.d_ring.shape[0] - 1, num_items, scale, 0.0 if l2norm_eps is None else l2norm_eps,
+        **settings, V=value_dim, IS_PER_CHANNEL=records is not None,
+        HAS_TREE=ancestors is not None, HAS_NORM=l2norm_eps is not None,
         num_warps=4, **chained(q),
     )  # fmt: skip
     return out

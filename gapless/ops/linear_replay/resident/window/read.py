@@ -10,8 +10,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gapless.ops.linear_replay.arithmetic import _cut, _head
-from gapless.ops.linear_replay.resident.fetch import CHUNK, _entries, _place
+from gapless.ops.linear_replay.resident.fetch import CHUNK, _place
 from gapless.ops.linear_replay.resident.window.fetch import STAGES, _head_of
+from gapless.ops.linear_replay.resident.window.groups import GROUP, SPAN, _entries
+from gapless.ops.linear_replay.resident.window.weigh import _weigh
 
 # key channels of a part of a tile: swizzled vectors of 16 bits begin anew there
 KB = gl.constexpr(64)
@@ -33,6 +35,50 @@ def _dot(a, b, sums, SPLIT_B: gl.constexpr):
         sums = _tf32(a_head, b - b_head, sums)
         b = b_head
     return _tf32(a_head, b, sums)
+
+
+@gluon.jit
+def _twice(mixed, XP: gl.constexpr, RIGHT: gl.constexpr):
+    """Return [2 XP, XP] of a square: all rows twice, in the order of `_mix`."""
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
+    square = gl.reshape(gl.permute(mixed.load(ROWS), [1, 0]), [XP // 2, 2, XP])
+    both = gl.permute(gl.join(square, square), [1, 3, 0, 2])
+    return gl.convert_layout(gl.reshape(both, [2 * XP, XP]), RIGHT, assert_trivial=True)
+
+
+@gluon.jit
+def _beside(a, b, AXIS: gl.constexpr, OPERAND: gl.constexpr):
+    """Return two operands' eights side by side along what is summed."""
+    both = gl.join(a, b)
+    if AXIS == 1:
+        both = gl.reshape(gl.permute(both, [0, 2, 1]), [a.shape[0], 2 * a.shape[1]])
+    else:
+        both = gl.reshape(gl.permute(both, [2, 0, 1]), [2 * a.shape[0], a.shape[1]])
+    return gl.convert_layout(both, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _dot_eights(left, right, sums, UNITS: gl.constexpr, SPLIT_B: gl.constexpr):
+    """Add products of tuples of [M, 8] and [8, N], as `_dot` does.
+
+    Matrix units take 16 at once: two eights, or the head and the rest of one.
+    """
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, UNITS, 1)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, UNITS, 1)
+    for p in gl.static_range(len(left) // 2):
+        a = _beside(left[2 * p], left[2 * p + 1], 1, LEFT)
+        b = _beside(right[2 * p], right[2 * p + 1], 0, RIGHT)
+        sums = _dot(a, b, sums, SPLIT_B)
+    if len(left) % 2 == 1:
+        a, b = left[len(left) - 1], right[len(left) - 1]
+        head = _head(a)
+        a = _beside(head, a - head, 1, LEFT)
+        if SPLIT_B:
+            head = _head(b)
+            sums = _tf32(a, _beside(b - head, b - head, 0, RIGHT), sums)
+            b = head
+        sums = _tf32(a, _beside(b, b, 0, RIGHT), sums)
+    return sums
 
 
 @gluon.jit
@@ -81,8 +127,8 @@ def _read_state(tile, vectors, zeros, LEFT: gl.constexpr, IS_PER_CHANNEL: gl.con
 
 @gluon.jit
 def _store_fold(
-    tile, p_out, ring_d, keys, of_fold, first_channel,
-    NP: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, UNITS: gl.constexpr,
+    tile, p_out, smem_d, i, keys, of_fold, first_channel,
+    NB: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, UNITS: gl.constexpr,
     IS_PER_CHANNEL: gl.constexpr,
 ):  # fmt: skip
     """Store a tile of a folded state, as `fold_kernels._store_fold` does."""
@@ -92,18 +138,21 @@ def _store_fold(
     o_v = first_channel + gl.arange(0, BV, gl.SliceLayout(1, UNITS))
     for c in gl.static_range(K // KB):
         added = gl.zeros([BV, KB], gl.float32, UNITS)
-        # 16 entries at a time, or more would take too many registers
-        for n in gl.static_range(NP // 16):
-            d = ring_d.slice(n * 16, 16).permute([1, 0]).load(LEFT)
-            if not IS_PER_CHANNEL:
-                # keys stay what they are, 16 bits, and are their own heads
-                d *= of_fold.slice(n * 16, 16).load(gl.SliceLayout(0, LEFT))[None, :]
-            right = keys.slice(n * 16, 16).slice(c * KB, KB, dim=1).load(RIGHT)
-            added = _dot(d, right.to(gl.float32), added, IS_PER_CHANNEL)
+        for first in gl.static_range(0, NB, 2):
+            left, right = (), ()
+            for b in gl.static_range(first, min(first + 2, NB)):
+                d = smem_d.index(i * NB + b).permute([1, 0]).load(LEFT)
+                if not IS_PER_CHANNEL:
+                    # keys stay what they are, 16 bits, and are their own heads
+                    d *= of_fold.slice(8 * b, 8).load(gl.SliceLayout(0, LEFT))[None, :]
+                left = left + (d,)
+                key = keys.index(b).slice(c * KB, KB, dim=1).load(RIGHT)
+                right = right + (key.to(gl.float32),)
+            added = _dot_eights(left, right, added, UNITS, IS_PER_CHANNEL)
         if IS_PER_CHANNEL:
             decay = of_fold.slice(c * KB, KB).load(COLUMNS)
         else:
-            decay = of_fold.slice(NP, 1).load(COLUMNS)
+            decay = of_fold.slice(SPAN - 1, 1).load(COLUMNS)
         state = tile.slice(c * KB, KB, dim=1).load(UNITS) * decay[None, :] + added
         o_k = c * KB + gl.arange(0, KB, COLUMNS)
         gl.store(p_out + o_v[:, None] * K + o_k[None, :], state)
@@ -111,21 +160,32 @@ def _store_fold(
 
 @gluon.jit
 def _read(
-    out, checkpoint, d_ring, of_states, of_windows, of_folds, places, visits, zero_entry,
-    HALF: gl.constexpr, NP: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, HV: gl.constexpr,
-    K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, IS_PER_CHANNEL: gl.constexpr,
+    out, checkpoint, d_ring, k_ring, g_ring, of_states, of_windows, of_folds, inputs, of_weights,
+    places, visits, zero_entry, scale, eps,
+    HALF: gl.constexpr, NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr,
+    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
+    IS_PER_CHANNEL: gl.constexpr, HAS_TREE: gl.constexpr, HAS_NORM: gl.constexpr,
     CHAINED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Read all of a program's items: half of their value channels."""
+    """Read all of a program's items: half of their value channels; and weigh every other group."""
     UNITS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, UNITS, 1)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, UNITS, 1)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, UNITS)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     smem_states, full, empty = of_states
-    smem_d, smem_x, decays, values, columns, scores, mixed, w_full, w_empty = of_windows
+    smem_d, smem_x, decays, values, columns, scores, mixed, w_full = of_windows
     keys, of_fold, k_full, k_empty = of_folds
-    _, entries, written = places
+    written = places[2]
+    # with a decay per channel records are fetched a visit at a time
+    SLOTS: gl.constexpr = STAGES if IS_PER_CHANNEL else 2 * GROUP
+    SIZE: gl.constexpr = 1 if IS_PER_CHANNEL else GROUP
+    columns = columns._reinterpret(gl.float32, [SLOTS, XP], FLAT)
+    scores = scores._reinterpret(gl.float32, [SLOTS * NB, XP, 8], PLAIN)
+    mixed = mixed._reinterpret(gl.float32, [SLOTS, XP, XP], PLAIN)
+    if not IS_PER_CHANNEL:
+        of_fold = of_fold._reinterpret(gl.float32, [SLOTS, SPAN], FLAT)
     o_v = HALF * BV + gl.arange(0, BV, gl.SliceLayout(1, UNITS))
     o_x = gl.arange(0, XP, COLUMNS)
     node = o_x % (XP // 2)
@@ -141,19 +201,35 @@ def _read(
     for j in range(0, visits[2]):
         w, phase = j % STAGES, j // STAGES & 1
         i = HALF * STAGES + w
-        tile, ring_d = smem_states.index(i), smem_d.index(i)
+        slot = j % SLOTS
+        tile = smem_states.index(i)
+        if not IS_PER_CHANNEL:
+            # by now the next group's inputs have come, and the other readers have a visit left
+            group = (j + 1) // GROUP
+            is_due = ((j % GROUP == GROUP - 1) | (j == 0)) & (group * GROUP < visits[2])
+            if is_due & (group % 2 == HALF):
+                _weigh(
+                    k_ring, g_ring, inputs, of_weights, places, group, scale, eps,
+                    NB, W, XP, H, HV, K, HAS_TREE, HAS_NORM,
+                )  # fmt: skip
+            mbarrier.wait(of_weights[5].index(j // GROUP % 2), j // (2 * GROUP) & 1)
         mbarrier.wait(w_full.index(w), phase)
-        # the record says nothing of entries that there are not
-        is_live = _entries(entries, j, gl.SliceLayout(1, RIGHT), NP) != zero_entry
-        right = gl.where(is_live[:, None], scores.index(w).permute([1, 0]).load(RIGHT), 0.0)
-        of_ring = _dot(ring_d.permute([1, 0]).load(LEFT), right, zeros, SPLIT_B=True)
+        of_d, of_scores = (), ()
+        for b in gl.static_range(NB):
+            right = scores.index((slot // SIZE * NB + b) * SIZE + slot % SIZE)
+            right = right.permute([1, 0]).load(RIGHT)
+            if IS_PER_CHANNEL:
+                # the record says nothing of entries that there are not
+                is_live = _entries(places, j, b).load(gl.SliceLayout(1, RIGHT)) != zero_entry
+                right = gl.where(is_live[:, None], right, 0.0)
+            of_d = of_d + (smem_d.index(i * NB + b).permute([1, 0]).load(LEFT),)
+            of_scores = of_scores + (right,)
+        of_ring = _dot_eights(of_d, of_scores, zeros, UNITS, SPLIT_B=True)
         value = values.index(w).slice(HALF * BV, BV, dim=1).permute([1, 0]).load(UNITS)
         of_ring -= value.to(gl.float32)
         head, num_folded = _head_of(places, j, COLUMNS)
-        column = columns.index(w).load(COLUMNS)
-        right = mixed.index(w).permute([1, 0]).load(RIGHT)
-        row = _place(places, j, 2, COLUMNS).to(gl.int64)
-        o_written = written.index(j % (2 * CHUNK)).load(COLUMNS).to(gl.int64)
+        column = columns.index(slot).load(COLUMNS)
+        right = _twice(mixed.index(slot), XP, RIGHT)
         vectors = _load_vectors(smem_x.index(w), decays.index(w), K, RIGHT, IS_PER_CHANNEL)
         # all is at hand that a state is needed for, so that its buffer is free again soon
         mbarrier.wait(full.index(i), phase)
@@ -162,14 +238,16 @@ def _read(
             fold_row = gl.sum(_place(places, j, 3, COLUMNS), 0).to(gl.int64)
             mbarrier.wait(k_full, k_phase)
             _store_fold(
-                tile, checkpoint + (fold_row * HV + head) * (V * K), ring_d, keys, of_fold,
-                HALF * BV, NP, K, BV, UNITS, IS_PER_CHANNEL,
+                tile, checkpoint + (fold_row * HV + head) * (V * K), smem_d, i, keys,
+                of_fold if IS_PER_CHANNEL else of_fold.index(slot),
+                HALF * BV, NB, K, BV, UNITS, IS_PER_CHANNEL,
             )  # fmt: skip
             mbarrier.arrive(k_empty, count=1)
             k_phase ^= 1
         mbarrier.arrive(empty.index(i), count=1)
-        mbarrier.arrive(w_empty.index(w), count=1)
         y = _mix(y * column[None, :] + of_ring, right, zeros, BV, XP, LEFT)
+        row = _place(places, j, 2, COLUMNS).to(gl.int64)
+        o_written = written.index(j % (2 * CHUNK)).load(COLUMNS).to(gl.int64)
         p_out = out + ((row * W + node) * (HV * V) + head * V)[None, :] + o_v[:, None]
         gl.store(p_out, y.to(out.dtype.element_ty), mask=m_query)
         p_written = d_ring + ((o_written * HV + head) * V)[None, :] + o_v[:, None]

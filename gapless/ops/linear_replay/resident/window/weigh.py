@@ -1,0 +1,193 @@
+"""What keys, decays and beta say of a group of items, by the parts that read: `kernel.py`.
+
+Formulas are those of `window_scores_kernel.py`; here a warp has an item, and products are those of
+its keys alone, on matrix units.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from gapless.ops.linear_replay.arithmetic import _decay, _exact_decay
+from gapless.ops.linear_replay.resident.items import _add, barrier
+from gapless.ops.linear_replay.resident.window.groups import (
+    FOLDS,
+    GROUP,
+    SPAN,
+    _group_list,
+    _group_word,
+)
+from gapless.ops.linear_replay.window_scores_kernel import _is_above
+
+
+@gluon.jit
+def _stacked(a, b, LEFT: gl.constexpr):
+    """Return [GROUP, 16, K] of two [GROUP, 8, K] in the layout of a right operand."""
+    both = gl.permute(gl.join(a, b), [0, 3, 1, 2])
+    both = gl.reshape(both, [a.shape[0], 2 * a.shape[1], a.shape[2]])
+    return gl.convert_layout(both, LEFT, assert_trivial=True)
+
+
+@gluon.jit
+def _unstacked(x, SQUARE: gl.constexpr):
+    """Return two [GROUP, 8, 8] of [GROUP, 16, 8]."""
+    parts = gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2, x.shape[2]])
+    a, b = gl.split(gl.permute(parts, [0, 2, 3, 1]))
+    a = gl.convert_layout(a, SQUARE, assert_trivial=True)
+    return a, gl.convert_layout(b, SQUARE, assert_trivial=True)
+
+
+@gluon.jit
+def _store_decays(inputs, places, group, decays):
+    """Store what a group's ring entries [SPAN] decay by up to where the ring ends, and among those
+    that are folded; and in the last place the state."""
+    LISTS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [GROUP, 1], [1, 0])
+    o_n = gl.arange(0, SPAN, gl.SliceLayout(0, LISTS))[None, :]
+    num_folded = (_group_word(places, group, 0, gl.SliceLayout(1, LISTS)) % FOLDS)[:, None]
+    g = inputs[2].load(LISTS)
+    of_entries = gl.where(o_n < SPAN - 1, g, 0.0)
+    past = gl.associative_scan(of_entries, 1, _add, reverse=True)
+    past = gl.where(o_n < SPAN - 1, past, gl.sum(g, 1)[:, None])
+    decays.index(0).store(_decay(past))
+    of_folds = gl.where(o_n + 1 < num_folded, of_entries, 0.0)
+    fold = _decay(gl.associative_scan(of_folds, 1, _add, reverse=True))
+    fold = gl.where(o_n < num_folded, fold, 0.0)
+    of_folds = gl.where((o_n + 1 < num_folded) | (o_n == SPAN - 1), g, 0.0)
+    of_state = _exact_decay(gl.sum(of_folds, 1))
+    decays.index(1).store(gl.where(o_n < SPAN - 1, fold, of_state[:, None]))
+
+
+@gluon.jit
+def _of_column(
+    inputs, squares, o_x, scale, eps, AXIS: gl.constexpr,
+    W: gl.constexpr, HAS_NORM: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Return what a window's columns [GROUP, XP] are multiplied by, and their signs."""
+    XP: gl.constexpr = o_x.shape[1]
+    node = o_x % (XP // 2)
+    is_key, is_query = o_x < W, (o_x >= XP // 2) & (node < W)
+    x_scale = gl.where(is_query, scale, 1.0)
+    if HAS_NORM:
+        x_scale *= gl.rsqrt(gl.where(is_key | is_query, gl.sum(squares, AXIS) + eps, 1.0))
+    b_beta = inputs[3].index(1).load(LAYOUT)
+    return x_scale, gl.where(is_key, -b_beta, gl.where(is_query, 1.0, 0.0))
+
+
+@gluon.jit
+def _store_solved(mixed, pairs, sign, o_row, o_column, W: gl.constexpr):
+    """Store what the columns are in sum, once each has taken in the nodes on its path."""
+    found = gl.where(o_row == o_column, 1.0, 0.0)
+    for j in gl.static_range(W):
+        d = gl.sum(gl.where(o_column == j, found, 0.0), 2)
+        later = gl.sum(gl.where(o_row == j, pairs, 0.0), 1)
+        found += d[:, :, None] * later[:, None, :]
+    mixed.permute([0, 2, 1]).store(found * sign[:, :, None])
+
+
+@gluon.jit
+def _store_tokens(
+    k_ring, g_ring, inputs, places, group,
+    W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
+):  # fmt: skip
+    """Put a group's keys and decays into the rings."""
+    VECTORS: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [GROUP, 1, 1], [2, 1, 0])
+    COLUMNS: gl.constexpr = gl.SliceLayout(2, VECTORS)
+    GATES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [GROUP, 1], [1, 0])
+    o_k = gl.arange(0, K, gl.SliceLayout(0, gl.SliceLayout(1, VECTORS)))[None, None, :]
+    o_x = gl.arange(0, XP, gl.SliceLayout(0, COLUMNS))[None, :]
+    head = (_group_word(places, group, 0, gl.SliceLayout(1, COLUMNS)) // FOLDS)[:, None]
+    written = _group_list(places[2], group, XP).load(COLUMNS).to(gl.int64)
+    p_keys = (k_ring + (written * H + head // (HV // H)) * K)[:, :, None] + o_k
+    m_key = ((o_x < W) & (head % (HV // H) == 0))[:, :, None] & (o_k >= 0)
+    gl.store(p_keys, inputs[1].load(VECTORS), mask=m_key)
+    o_x = gl.arange(0, XP, gl.SliceLayout(0, GATES))[None, :]
+    head = (_group_word(places, group, 0, gl.SliceLayout(1, GATES)) // FOLDS)[:, None]
+    written = _group_list(places[2], group, XP).load(GATES).to(gl.int64)
+    gl.store(g_ring + written * HV + head, inputs[3].index(0).load(GATES), mask=o_x < W)
+
+
+@gluon.jit
+def _weigh(
+    k_ring, g_ring, inputs, of_weights, places, group, scale, eps,
+    NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
+    K: gl.constexpr, HAS_TREE: gl.constexpr, HAS_NORM: gl.constexpr,
+):  # fmt: skip
+    """Work out a group's weights, and put its keys and decays into the rings."""
+    UNITS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [GROUP, 1, 1], [1, 16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, UNITS, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, UNITS, 2)
+    # as matrix units leave the upper half of a product
+    SQUARE: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [GROUP, 1, 1], [2, 1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(2, SQUARE)
+    COLUMNS: gl.constexpr = gl.SliceLayout(1, SQUARE)
+    smem_keys, smem_x, _, gates, smem_bits, full, empty = inputs
+    columns, scores, mixed, factors, decays, weighed = of_weights
+    i = group % 2
+    mbarrier.wait(full, group & 1)
+    _store_decays(inputs, places, group, decays)
+    zeros = gl.zeros([GROUP, 16, 8], gl.float32, UNITS)
+    right = smem_x.permute([0, 2, 1]).load(RIGHT)
+    x = gl.permute(right, [0, 2, 1])
+    products, _ = _unstacked(mma_v2(_stacked(x, x, LEFT), right, zeros), SQUARE)
+    o_row = gl.arange(0, XP, gl.SliceLayout(0, ROWS))[None, :]
+    o_column = gl.arange(0, XP, gl.SliceLayout(0, COLUMNS))[None, :]
+    is_diagonal = o_row[:, :, None] == o_column[:, None, :]
+    squares = gl.where(is_diagonal, products, 0.0)
+    of_row, row_sign = _of_column(inputs, squares, o_row, scale, eps, 2, W, HAS_NORM, ROWS)
+    of_column, column_sign = _of_column(
+        inputs, squares, o_column, scale, eps, 1, W, HAS_NORM, COLUMNS
+    )
+
+    # pairs [node, column], node by node from the last: `since` is the decay from there on
+    row_bits, column_bits = o_row, o_column
+    if HAS_TREE:
+        row_bits, column_bits = smem_bits.load(ROWS), smem_bits.load(COLUMNS)
+    row_node, column_node = o_row % (XP // 2), o_column % (XP // 2)
+    row_since = gl.zeros([GROUP, XP], gl.float32, ROWS)
+    column_since = gl.zeros([GROUP, XP], gl.float32, COLUMNS)
+    exponents = gl.zeros([GROUP, XP, XP], gl.float32, SQUARE)
+    for last in gl.static_range(W - 1, -1, -1):
+        exponents = gl.where(o_row[:, :, None] == last, column_since[:, None, :], exponents)
+        g = gates.index(0).slice(last, 1, dim=1)
+        is_above = _is_above(row_bits, row_node, last, HAS_TREE)
+        row_since += gl.where(is_above, g.load(ROWS), 0.0)
+        is_above = _is_above(column_bits, column_node, last, HAS_TREE)
+        column_since += gl.where(is_above, g.load(COLUMNS), 0.0)
+    pairs = products * _decay(exponents) * of_row[:, :, None]
+    pairs *= (column_sign * of_column)[:, None, :]
+    m_pairs = _is_above(
+        column_bits[:, None, :], column_node[:, None, :], o_row[:, :, None], HAS_TREE
+    )
+    # a node's own path ends before it
+    m_pairs &= (o_row < W)[:, :, None] & ~is_diagonal
+    _store_solved(
+        mixed.index(i), gl.where(m_pairs, pairs, 0.0), row_sign,
+        o_row[:, :, None], o_column[:, None, :], W,
+    )  # fmt: skip
+
+    barrier()
+    of_row *= _decay(row_since)
+    columns.index(i).store(of_row * decays.index(0).slice(SPAN - 1, 1, dim=1).load(ROWS))
+    for b in gl.static_range(NB):
+        right = smem_keys.index(b).permute([0, 2, 1]).load(RIGHT)
+        both = mma_v2(_stacked(x, gl.permute(right, [0, 2, 1]), LEFT), right, zeros)
+        found, squares = _unstacked(both, SQUARE)
+        past = decays.index(0).slice(8 * b, 8, dim=1).load(COLUMNS)
+        fold = decays.index(1).slice(8 * b, 8, dim=1).load(COLUMNS)
+        if HAS_NORM:
+            # there are entries that there are not, and those are zeros
+            squares = gl.sum(gl.where(is_diagonal, squares, 0.0), 1)
+            key_scale = gl.rsqrt(gl.where(squares > 0.0, squares + eps, 1.0))
+            past *= key_scale
+            fold *= key_scale
+        scores.index(i * NB + b).store(found * past[:, None, :] * of_row[:, :, None])
+        factors.index(i).slice(8 * b, 8, dim=1).store(fold)
+    fold = decays.index(1).slice(SPAN - 1, 1, dim=1).load(COLUMNS)
+    factors.index(i).slice(SPAN - 1, 1, dim=1).store(fold)
+    _store_tokens(k_ring, g_ring, inputs, places, group, W, XP, H, HV, K)
+    barrier()
+    mbarrier.arrive(empty, count=1)
+    mbarrier.arrive(weighed.index(i), count=1)
