@@ -139,6 +139,10 @@ class Shared:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
     def index(self, i: Any) -> Shared:
         return Shared(self.tensor[int(i)])
 
@@ -300,6 +304,7 @@ class Multiprocessor:
             float32=torch.float32, bfloat16=torch.bfloat16, int32=torch.int32, int64=torch.int64,
             pointer_type=PointerType, static_range=range,
             arange=lambda start, end, _=None: Value(torch.arange(start, end, dtype=torch.int32)),
+            zeros_like=lambda x: Value(torch.zeros_like(x.tensor)),
             zeros=lambda shape, dtype, _: Value(torch.zeros(shape, dtype=dtype)),
             full_like=lambda x, value: Value(torch.full_like(x.tensor, value)),
             where=_where,
@@ -413,13 +418,16 @@ def _extreme(of_tensors: Any, of_numbers: Any, a: Any, b: Any) -> Any:
     return Value(of_tensors(a.to(dtype), b.to(dtype)))
 
 
-def _scan(x: Value, axis: int, combine: Callable[..., Value], reverse: bool = False) -> Value:
-    if reverse:
-        return Value(_scan(Value(x.tensor.flip(axis)), axis, combine).tensor.flip(axis))
-    found = x.tensor.clone().movedim(axis, 0)
-    for i in range(1, len(found)):
-        found[i] = combine(Value(found[i - 1]), Value(found[i])).tensor
-    return Value(found.movedim(0, axis))
+def _scan(x: Any, axis: int, combine: Callable[..., Any]) -> Any:
+    parts = x if isinstance(x, tuple) else (x,)
+    found = [part.tensor.clone().movedim(axis, 0) for part in parts]
+    for i in range(1, len(found[0])):
+        steps = [Value(part[n]) for n in (i - 1, i) for part in found]
+        combined = combine(*steps)
+        for part, step in zip(found, combined if isinstance(x, tuple) else (combined,), strict=True):
+            part[i] = step.tensor
+    scanned = tuple(Value(part.movedim(0, axis)) for part in found)
+    return scanned if isinstance(x, tuple) else scanned[0]
 
 
 def _load(pointer: Pointer | Choice, mask: Value | None = None, other: Any = None) -> Value:

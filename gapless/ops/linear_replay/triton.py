@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -109,15 +108,19 @@ def replay_window(
     inputs = (q, k, v, beta if beta is None else _inner_contiguous(beta, 1), log_decay)
     if width == 1 and launch is None and can_reside(inputs, memory, num_replayed):
         return run_resident(inputs, memory, indices, l2norm_eps=l2norm_eps, scale=scale)
-    resides = launch is None and can_reside_window(inputs, memory, num_replayed)
+    if ancestors is not None:
+        ancestors = ancestors.contiguous()
+    if width > 1 and launch is None and can_reside_window(inputs, memory, num_replayed):
+        return run_resident_window(
+            inputs, memory, indices, l2norm_eps=l2norm_eps, scale=scale, ancestors=ancestors
+        )
     launch = launch or launch_of(width, num_replayed, rows=len(q), recurrence=recurrence)
     if width == 1:
         is_shared = _has_records(recurrence, num_replayed, launch)
         run = _run_shared_token if is_shared else _run_token
         return run(inputs, memory, indices, launch, l2norm_eps=l2norm_eps, scale=scale)
     return _run_window(
-        inputs, memory, indices, launch, resides=resides,
-        l2norm_eps=l2norm_eps, scale=scale, ancestors=ancestors,
+        inputs, memory, indices, launch, l2norm_eps=l2norm_eps, scale=scale, ancestors=ancestors,
     )  # fmt: skip
 
 
@@ -208,7 +211,6 @@ def _run_window(
     indices: ReplayIndices,
     launch: Launch,
     *,
-    resides: bool,
     l2norm_eps: float | None,
     scale: float,
     ancestors: Tensor | None,
@@ -221,14 +223,6 @@ def _run_window(
     settings = record.settings(memory) | {"RING": record.ring, "W": width, "HALF": record.half}
     places, zero_entry = indices.places(), memory.d_ring.shape[0] - 1
     eps = 0.0 if l2norm_eps is None else l2norm_eps
-    if ancestors is not None:
-        ancestors = ancestors.contiguous()
-    reside = partial(
-        run_resident_window, inputs, memory, indices, settings,
-        l2norm_eps=l2norm_eps, scale=scale, ancestors=ancestors,
-    )  # fmt: skip
-    if resides and not is_per_channel:
-        return reside()
     records = torch.empty((rows, value_heads, record.size), dtype=torch.float32, device=q.device)
     tensors = (q, k, q if beta is None else beta, log_decay)
     arguments = (
@@ -251,8 +245,6 @@ def _run_window(
             IS_SHORT=q.is_cuda and q.dtype is memory.k_ring.dtype and q.dtype is not torch.float32,
             num_warps=launch.weights_warps, maxnreg=SCORES_REGISTERS, **chained(q),
         )  # fmt: skip
-    if resides:
-        return reside(records=records)
     out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     block_v = min(launch.block_v, value_dim)
     is_one_warp = launch.num_warps == 1

@@ -44,6 +44,7 @@ def _load_places(
 def _store_places(found, places, j0):
     """Put words of CHUNK visits, and lists, where all threads find them; the chunk before stays."""
     words, lists = found
+    CHUNK: gl.constexpr = places[0].shape[0] // 8
     i = j0 // CHUNK % 2
     chunks = places[0]._reinterpret(gl.int32, [8, CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barrier()
@@ -57,6 +58,7 @@ def _store_places(found, places, j0):
 @gluon.jit
 def _place(places, j, n: gl.constexpr, LAYOUT: gl.constexpr):
     """Return the n-th word of a visit, [1]."""
+    CHUNK: gl.constexpr = places[0].shape[0] // 8
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     words = places[0]._reinterpret(gl.int32, [8 * CHUNK, 1], FLAT)
     return words.index(2 * n * CHUNK + j % (2 * CHUNK)).load(LAYOUT)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # fewer leave multiprocessors without work while others end
 LEAST_WINDOW_ITEMS = 64 * 32
 MOST_TOKENS = 4
-MOST_ENTRIES = 24
+MOST_ENTRIES = 23
 
 
 def can_reside_window(
@@ -44,33 +44,43 @@ def run_resident_window(
     inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],  # q, k, v, beta, log_decay
     memory: ReplayMemory,
     indices: ReplayIndices,
-    settings: dict[str, int],  # constants of windows' kernels
     *,
     l2norm_eps: float | None,
     scale: float,
     ancestors: Tensor | None,  # [B, W] int64 bits
-    records: Tensor | None = None,  # [B, HV, SIZE] of the weights kernel, with a decay per channel
     num_programs: int | None = None,  # one for each multiprocessor
 ) -> Tensor:
-    """Run windows, or with a decay per channel their second launch, where `can_reside_window`."""
+    """Run windows as `replay_window` does, where `can_reside_window`; one launch."""
     # Gluon is loaded where it is used
     from gapless.ops.linear_replay.resident.window.kernel import _resident_window_kernel
 
     q, k, v, beta, log_decay = inputs
     assert beta is not None, "a delta rule"
-    rows, _, value_heads, value_dim = v.shape
+    rows, width, value_heads, value_dim = v.shape
+    key_heads, key_dim = q.shape[2:]
+    num_replayed = indices.ring_read.shape[1]
     out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     num_items = rows * value_heads
+    programs = programs_of(num_items, q.device, num_programs)
+    is_per_channel = log_decay.shape[3] > 1
+    folds = log_decay
+    if is_per_channel:
+        size = programs * fold_floats(num_replayed, key_dim)
+        folds = torch.empty(size, dtype=torch.float32, device=q.device)
     tensors = (q, k, v, beta, log_decay)
-    _resident_window_kernel[(programs_of(num_items, q.device, num_programs),)](
-        log_decay if records is None else records, *tensors,
-        indices.ring_read if ancestors is None else ancestors, out, half_states(memory),
-        memory.checkpoint, memory.d_ring, memory.k_ring, memory.g_ring,
+    _resident_window_kernel[(programs,)](
+        *tensors, indices.ring_read if ancestors is None else ancestors, out, half_states(memory),
+        folds, memory.checkpoint, memory.d_ring, memory.k_ring, memory.g_ring,
         indices.order, *indices.places(), indices.read_rows, indices.fold_rows,
         *(stride for x in tensors for stride in x.stride()[:2]),
         memory.d_ring.shape[0] - 1, num_items, scale, 0.0 if l2norm_eps is None else l2norm_eps,
-        **settings, V=value_dim, IS_PER_CHANNEL=records is not None,
-        HAS_TREE=ancestors is not None, HAS_NORM=l2norm_eps is not None,
-        num_warps=4, **chained(q),
+        N=num_replayed, W=width, HALF=MOST_TOKENS, H=key_heads, HV=value_heads, K=key_dim,
+        V=value_dim, IS_PER_CHANNEL=is_per_channel, HAS_TREE=ancestors is not None,
+        HAS_NORM=l2norm_eps is not None, num_warps=4, **chained(q),
     )  # fmt: skip
     return out
+
+
+def fold_floats(num_replayed: int, key_dim: int) -> int:
+    """Return what a program's folds take with a decay per channel: of four items, a list each."""
+    return 4 * 8 * (num_replayed // 8 + 1) * key_dim

@@ -8,13 +8,13 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
-from gapless.ops.linear_replay.resident.fetch import CHUNK, _fetch_state, _place, _store_places
+from gapless.ops.linear_replay.resident.fetch import _fetch_state, _place, _store_places
 from gapless.ops.linear_replay.resident.items import _items, _pairs
 from gapless.ops.linear_replay.resident.window.groups import (
     FOLDS,
-    GROUP,
     SPAN,
     _entries,
+    _fetch_group_channels,
     _fetch_group_ring,
     _fetch_group_tokens,
 )
@@ -27,31 +27,29 @@ STAGES = gl.constexpr(2)
 def _load_places(
     order, ring_read, ring_write, read_rows, fold_mask, fold_rows, j0, first, step, count,
     zero_entry,
-    N: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, HV: gl.constexpr, PLACES: gl.constexpr,
+    CHUNK: gl.constexpr, N: gl.constexpr, NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr,
+    HV: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
     """Load where CHUNK visits from j0 on read, write and fold: words 0, its head and how many
     entries it folds; 1, the row of its state; 2, its row; 3, the row that it folds into; and lists
-    of entries: read, written, each one's newer neighbour, and in the last one's place the oldest."""
+    of the entries that are read, the newest first, and written."""
     ITEM: gl.constexpr = gl.SliceLayout(1, PLACES)
     item = _items(j0, first, step, count, CHUNK, ITEM)
     row = gl.load(order + item // HV).to(gl.int32)
-    o_n = gl.arange(0, SPAN, gl.SliceLayout(0, PLACES))
-    o_newer = (o_n + 1) % SPAN
+    o_n = 8 * NB - 1 - gl.arange(0, SPAN, gl.SliceLayout(0, PLACES))
     o_x = gl.arange(0, XP, gl.SliceLayout(0, PLACES))
-    m_n = (row >= 0)[:, None] & (o_n < N)[None, :]
-    m_newer = (row >= 0)[:, None] & (o_newer < N)[None, :]
+    m_n = (row >= 0)[:, None] & ((o_n >= 0) & (o_n < N))[None, :]
     m_key = (row >= 0)[:, None] & (o_x < W)[None, :]
     # entries and rows are below 2^31: the lower half of each
-    p_entry = _pairs(ring_read) + (row * N)[:, None] * 2
-    entries = gl.load(p_entry + o_n[None, :] * 2, mask=m_n, other=zero_entry)
-    newer = gl.load(p_entry + o_newer[None, :] * 2, mask=m_newer, other=zero_entry)
+    p_entry = _pairs(ring_read) + (row * N)[:, None] * 2 + o_n[None, :] * 2
+    entries = gl.load(p_entry, mask=m_n, other=zero_entry)
     p_written = _pairs(ring_write) + (row * W)[:, None] * 2 + o_x[None, :] * 2
     written = gl.load(p_written, mask=m_key, other=0)
     folded = gl.load(fold_mask + (row * N)[:, None] + o_n[None, :], mask=m_n, other=0)
     head = item % HV * FOLDS + gl.sum(folded.to(gl.int32), 1)
     state_row = gl.load(_pairs(read_rows) + row * 2)
     fold_row = gl.load(_pairs(fold_rows) + row * 2)
-    return (head, state_row, row, fold_row), (entries, written, newer)
+    return (head, state_row, row, fold_row), (entries, written)
 
 
 @gluon.jit
@@ -124,90 +122,61 @@ def _fetch_values(
 
 
 @gluon.jit
-def _fetch_weights(
-    record, of_windows, i,
-    NB: gl.constexpr, NP: gl.constexpr, XP: gl.constexpr, K: gl.constexpr, RING: gl.constexpr,
-):  # fmt: skip
-    """Ask for what a record says of all that a visit reads."""
-    VECTOR: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    SCORES: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [4, 1], [1, 0])
-    _, smem_x, decays, _, columns, scores, mixed = of_windows[:7]
-    o_k = gl.arange(0, K, VECTOR)
-    p_x = record + XP + (gl.arange(0, XP, gl.SliceLayout(1, ROWS)) * K)[:, None]
-    p_x = p_x + gl.arange(0, K, gl.SliceLayout(0, ROWS))[None, :]
-    async_copy.async_copy_global_to_shared(smem_x.index(i), p_x)
-    async_copy.async_copy_global_to_shared(decays.index(i), record + XP * (1 + K) + o_k)
-    async_copy.async_copy_global_to_shared(columns.index(i), record + gl.arange(0, XP, VECTOR))
-    o_x = gl.arange(0, XP, gl.SliceLayout(1, SCORES))
-    o_n = gl.arange(0, 8, gl.SliceLayout(0, SCORES))
-    p_scores = record + RING + (o_x * NP)[:, None] + o_n[None, :]
-    for b in gl.static_range(NB):
-        async_copy.async_copy_global_to_shared(scores.index(i * NB + b), p_scores + 8 * b)
-    p_mixed = record + RING + NP * XP + (o_x * XP)[:, None] + o_n[None, :]
-    async_copy.async_copy_global_to_shared(mixed.index(i), p_mixed)
-
-
-@gluon.jit
 def _fetch_fold(
-    fold, k_ring, of_folds, places, j, head, num_folded,
+    folds, k_ring, of_folds, places, j, head, num_folded,
     NB: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
     IS_PER_CHANNEL: gl.constexpr,
 ):  # fmt: skip
-    """Ask for a fold's keys; with a decay per channel for its part of a record."""
-    VECTOR: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    """Ask for a fold's keys; with a decay per channel for what weighing has left of them, and for
+    the state's decay in the first place."""
+    COPY: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    keys, of_fold, full, _ = of_folds
-    if IS_PER_CHANNEL:
-        async_copy.async_copy_global_to_shared(of_fold, fold + gl.arange(0, K, VECTOR))
+    LAYOUT: gl.constexpr = COPY if IS_PER_CHANNEL else KEYS
+    keys, full, _ = of_folds
+    o_k = gl.arange(0, K, gl.SliceLayout(0, LAYOUT))
     for b in gl.static_range(NB):
+        o_place = 8 * b + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
+        m_fold = 8 * NB - 1 - o_place < num_folded
         if IS_PER_CHANNEL:
-            # the record has no keys of other entries
-            o_n = 8 * b + gl.arange(0, 8, gl.SliceLayout(1, ROWS))
-            o_k = gl.arange(0, K, gl.SliceLayout(0, ROWS))
-            m_keys = (o_n < num_folded)[:, None] & (o_k >= 0)[None, :]
-            p_keys = fold + K + (o_n * K)[:, None] + o_k[None, :]
+            m_fold |= o_place == 0
+            p_keys = folds + (o_place * K)[:, None] + o_k[None, :]
         else:
-            o_n = 8 * b + gl.arange(0, 8, gl.SliceLayout(1, KEYS))
-            o_k = gl.arange(0, K, gl.SliceLayout(0, KEYS))
-            entry = _entries(places, j, b).load(gl.SliceLayout(1, KEYS)).to(gl.int64)
-            m_keys = (o_n < num_folded)[:, None] & (o_k >= 0)[None, :]
+            entry = _entries(places, j, b).load(gl.SliceLayout(1, LAYOUT)).to(gl.int64)
             p_keys = k_ring + ((entry * H + head // (HV // H)) * K)[:, None] + o_k[None, :]
+        m_keys = m_fold[:, None] & (o_k >= 0)[None, :]
         async_copy.async_copy_global_to_shared(keys.index(b), p_keys, m_keys)
     async_copy.mbarrier_arrive(full, increment_count=False)
 
 
 @gluon.jit
 def _fetch_window(
-    records, q, k, v, k_ring, of_windows, of_folds, places, j, k_phase,
-    NB: gl.constexpr, NP: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr,
-    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, SIZE: gl.constexpr, RING: gl.constexpr,
-    IS_PER_CHANNEL: gl.constexpr, LAYOUT: gl.constexpr,
+    tokens, v, folds, k_ring, of_windows, of_folds, weighed, places, j, k_phase,
+    GROUP: gl.constexpr, NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr,
+    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, IS_PER_CHANNEL: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Ask for what the kernels before have written for a visit, and for its fold; return the next
     phase of the fold's buffers. Readers are through with a visit's before its state is asked for.
     """
-    smem_x, values, full = of_windows[1], of_windows[3], of_windows[7]
-    q, q_stride, q_token_stride = q
-    k, k_stride, k_token_stride = k
+    _, smem_x, values, full = of_windows
+    q, q_stride, q_token_stride = tokens[0]
+    k, k_stride, k_token_stride = tokens[1]
     v, v_stride, v_token_stride = v
     i = j % STAGES
     head, num_folded = _head_of(places, j, LAYOUT)
     row = gl.sum(_place(places, j, 2, LAYOUT), 0).to(gl.int64)
-    record = records + (row * HV + head) * SIZE
-    if IS_PER_CHANNEL:
-        _fetch_weights(record, of_windows, i, NB, NP, XP, K, RING)
-    else:
+    if not IS_PER_CHANNEL:
         channel = head // (HV // H) * K
         p_key, p_query = k + row * k_stride + channel, q + row * q_stride + channel
         _fetch_tokens(p_key, k_token_stride, p_query, q_token_stride, smem_x.index(i), W, XP, K)
     _fetch_values(v + row * v_stride + head * V, v_token_stride, values.index(i), W, XP, V)
     async_copy.mbarrier_arrive(full.index(i), increment_count=False)
     if num_folded != 0:
-        mbarrier.wait(of_folds[3], k_phase)
+        if IS_PER_CHANNEL:
+            mbarrier.wait(weighed.index(j // GROUP % 2), j // (2 * GROUP) & 1)
+        mbarrier.wait(of_folds[2], k_phase)
         _fetch_fold(
-            record + RING + (NP + XP) * XP, k_ring, of_folds, places, j, head, num_folded,
+            folds + j % (2 * GROUP) * (8 * NB * K), k_ring, of_folds, places, j, head, num_folded,
             NB, H, HV, K, IS_PER_CHANNEL,
         )  # fmt: skip
         k_phase ^= 1
@@ -216,60 +185,60 @@ def _fetch_window(
 
 @gluon.jit
 def _fetch(
-    records, q, k, v, beta, log_decay, ancestors, states, d_ring, k_ring, g_ring, order, ring_read,
-    ring_write, fold_mask, read_rows, fold_rows, of_states, of_windows, of_folds, inputs, places,
-    visits, zero_entry,
-    N: gl.constexpr, NB: gl.constexpr, NP: gl.constexpr, W: gl.constexpr, XP: gl.constexpr,
+    tokens, v, states, folds, d_ring, k_ring, g_ring, order, ring_read, ring_write, fold_mask,
+    read_rows, fold_rows, of_states, of_windows, of_folds, inputs, weighed, places, visits,
+    zero_entry,
+    GROUP: gl.constexpr, N: gl.constexpr, NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
-    SIZE: gl.constexpr, RING: gl.constexpr, IS_PER_CHANNEL: gl.constexpr, HAS_TREE: gl.constexpr,
-    CHAINED: gl.constexpr,
+    IS_PER_CHANNEL: gl.constexpr, HAS_TREE: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
-    """Keep STAGES items on their way, and half a group ahead of readers what is to be weighed."""
+    """Keep STAGES items on their way, and ahead of readers what is to be weighed."""
     PLACES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    CHUNK: gl.constexpr = 2 * GROUP
     smem_d = of_windows[0]
     first, step, count = visits
     found = _load_places(
         order, ring_read, ring_write, read_rows, fold_mask, fold_rows, 0, first, step, count,
-        zero_entry, N, W, XP, HV, PLACES,
+        zero_entry, CHUNK, N, NB, W, XP, HV, PLACES,
     )  # fmt: skip
     _store_places(found, places, 0)
-    if not IS_PER_CHANNEL:
-        _fetch_group_ring(k_ring, g_ring, inputs, places, 0, zero_entry, NB, H, HV, K)
+    (_fetch_group_channels if IS_PER_CHANNEL else _fetch_group_ring)(
+        k_ring, g_ring, inputs, places, 0, zero_entry, NB, GROUP, H, HV, K
+    )
     _fetch_past(states, d_ring, of_states, smem_d, places, 0, zero_entry, NB, HV, V, BV, LAYOUT)
     found = _load_places(
         order, ring_read, ring_write, read_rows, fold_mask, fold_rows, CHUNK, first, step, count,
-        zero_entry, N, W, XP, HV, PLACES,
+        zero_entry, CHUNK, N, NB, W, XP, HV, PLACES,
     )  # fmt: skip
     if CHAINED:
         gdc_wait()
     if not IS_PER_CHANNEL:
-        _fetch_group_tokens(
-            q, k, beta, log_decay, ancestors, inputs, places, 0, W, XP, H, HV, K, HAS_TREE
-        )
+        _fetch_group_tokens(tokens, inputs, places, 0, GROUP, W, XP, H, HV, K, HAS_TREE)
+    if count > 1:
+        _fetch_past(states, d_ring, of_states, smem_d, places, 1, zero_entry, NB, HV, V, BV, LAYOUT)
     k_phase = 1
     for j in range(0, count):
-        if j % CHUNK == CHUNK // 2:
+        if j % CHUNK == GROUP:
             # before the first group of the next chunk is asked for
-            _store_places(found, places, j + CHUNK // 2)
+            _store_places(found, places, j + GROUP)
             found = _load_places(
-                order, ring_read, ring_write, read_rows, fold_mask, fold_rows,
-                j + CHUNK // 2 + CHUNK, first, step, count, zero_entry, N, W, XP, HV, PLACES,
+                order, ring_read, ring_write, read_rows, fold_mask, fold_rows, j + GROUP + CHUNK,
+                first, step, count, zero_entry, CHUNK, N, NB, W, XP, HV, PLACES,
             )  # fmt: skip
-        if j > 0:
+        if j > 1:
             _fetch_past(
                 states, d_ring, of_states, smem_d, places, j, zero_entry, NB, HV, V, BV, LAYOUT
             )
         k_phase = _fetch_window(
-            records, q, k, v, k_ring, of_windows, of_folds, places, j, k_phase,
-            NB, NP, W, XP, H, HV, K, V, SIZE, RING, IS_PER_CHANNEL, LAYOUT,
+            tokens, v, folds, k_ring, of_windows, of_folds, weighed, places, j, k_phase,
+            GROUP, NB, W, XP, H, HV, K, V, IS_PER_CHANNEL, LAYOUT,
         )  # fmt: skip
-        if not IS_PER_CHANNEL:
-            group = j // GROUP + 1
-            if (j % GROUP == 1) & (group * GROUP < count):
-                mbarrier.wait(inputs[6], (group - 1) & 1)
-                _fetch_group_ring(k_ring, g_ring, inputs, places, group, zero_entry, NB, H, HV, K)
-                _fetch_group_tokens(
-                    q, k, beta, log_decay, ancestors, inputs, places, group, W, XP, H, HV, K,
-                    HAS_TREE,
-                )  # fmt: skip
+        group = j // GROUP + 1
+        if (j % GROUP == GROUP // 2 - 1) & (group * GROUP < count):
+            mbarrier.wait(inputs[3], (group - 1) & 1)
+            (_fetch_group_channels if IS_PER_CHANNEL else _fetch_group_ring)(
+                k_ring, g_ring, inputs, places, group, zero_entry, NB, GROUP, H, HV, K
+            )
+            if not IS_PER_CHANNEL:
+                _fetch_group_tokens(tokens, inputs, places, group, GROUP, W, XP, H, HV, K, HAS_TREE)

@@ -6,85 +6,139 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from gapless.ops.linear_replay.resident.fetch import CHUNK
 from gapless.ops.linear_replay.resident.items import _pairs
 
-# visits that are weighed at once, a warp having one
-GROUP = gl.constexpr(4)
-# ring entries of a list of a visit; a decay of each, and one of all in the place of the last, is
-# less than a warp has threads
+# visits that are weighed at once: a warp has one, or with a decay per channel half of one
+HEAD_GROUP, CHANNEL_GROUP = gl.constexpr(4), gl.constexpr(2)
+# places of a visit's list of ring entries, the newest first: of those that a block of eight may have
+# beyond the N entries the first is none's, and where weights are listed it is the state's
 SPAN = gl.constexpr(32)
 # a value head and how many entries its row folds share a word
 FOLDS = gl.constexpr(64)
 
 
 @gluon.jit
+def _join_newer(before, sum_of, newer, sum_of_newer):
+    """Join what two runs of entries sum up to before their last one, and in all."""
+    return sum_of + newer, sum_of + sum_of_newer
+
+
+@gluon.jit
+def _before(g, AXIS: gl.constexpr):
+    """Return for each entry along an axis the sum of all those before it."""
+    before, _ = gl.associative_scan((gl.zeros_like(g), g), AXIS, _join_newer)
+    return before
+
+
+@gluon.jit
 def _entries(places, j, b: gl.constexpr):
     """Return eight of the ring entries of a visit."""
+    CHUNK: gl.constexpr = places[1].shape[1]
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     entries = places[1]._reinterpret(gl.int32, [2 * CHUNK, SPAN], FLAT)
     return entries.index(j % (2 * CHUNK)).slice(8 * b, 8)
 
 
 @gluon.jit
-def _group_word(places, group, n: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the n-th words of a group's visits, [GROUP]."""
+def _group_word(places, group, n: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the n-th words of a group's visits, [GROUP]; two groups make a chunk."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    NUM: gl.constexpr = 2 * CHUNK // GROUP
-    words = places[0]._reinterpret(gl.int32, [4 * NUM, GROUP], FLAT)
-    return words.index(n * NUM + group % NUM).load(LAYOUT)
+    words = places[0]._reinterpret(gl.int32, [16, GROUP], FLAT)
+    return words.index(4 * n + group % 4).load(LAYOUT)
 
 
 @gluon.jit
-def _group_list(lists, group, SIZE: gl.constexpr):
+def _group_list(lists, group, GROUP: gl.constexpr, SIZE: gl.constexpr):
     """Return the lists of a group's visits, [GROUP, SIZE]."""
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    NUM: gl.constexpr = 2 * CHUNK // GROUP
-    return lists._reinterpret(gl.int32, [NUM, GROUP, SIZE], PLAIN).index(group % NUM)
+    return lists._reinterpret(gl.int32, [4, GROUP, SIZE], PLAIN).index(group % 4)
 
 
 @gluon.jit
 def _fetch_group_ring(
     k_ring, g_ring, inputs, places, group, zero_entry,
-    NB: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
+    NB: gl.constexpr, GROUP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
 ):  # fmt: skip
-    """Ask for what the rings hold of a group's keys, and of its decays: of each entry its newer
-    neighbour's, and the oldest one's in the last place."""
+    """Ask for what the rings hold of a group's keys and decays."""
     VECTORS: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [GROUP, 1, 1], [2, 1, 0])
     ENTRIES: gl.constexpr = gl.SliceLayout(2, VECTORS)
     LISTS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [GROUP, 1], [1, 0])
-    smem_keys, _, smem_g = inputs[:3]
-    head = _group_word(places, group, 0, gl.SliceLayout(1, ENTRIES)) // FOLDS
+    smem_keys, smem_g = inputs[:2]
+    head = _group_word(places, group, 0, GROUP, gl.SliceLayout(1, ENTRIES)) // FOLDS
     o_k = gl.arange(0, K, gl.SliceLayout(0, gl.SliceLayout(1, VECTORS)))[None, None, :]
     for b in gl.static_range(NB):
-        entry = _group_list(places[1], group, SPAN).slice(8 * b, 8, dim=1).load(ENTRIES)
+        entry = _group_list(places[1], group, GROUP, SPAN).slice(8 * b, 8, dim=1).load(ENTRIES)
         p_entry = (entry.to(gl.int64) * H + (head // (HV // H))[:, None]) * K
         m_keys = (entry != zero_entry)[:, :, None] & (o_k >= 0)
         p_keys = k_ring + p_entry[:, :, None] + o_k
         async_copy.async_copy_global_to_shared(smem_keys.index(b), p_keys, m_keys)
-    newer = _group_list(places[3], group, SPAN).load(LISTS)
-    head = _group_word(places, group, 0, gl.SliceLayout(1, LISTS)) // FOLDS
-    p_g = g_ring + newer.to(gl.int64) * HV + head[:, None]
-    async_copy.async_copy_global_to_shared(smem_g, p_g, newer != zero_entry)
+    entry = _group_list(places[1], group, GROUP, SPAN).load(LISTS)
+    head = _group_word(places, group, 0, GROUP, gl.SliceLayout(1, LISTS)) // FOLDS
+    p_g = g_ring + entry.to(gl.int64) * HV + head[:, None]
+    async_copy.async_copy_global_to_shared(smem_g, p_g, entry != zero_entry)
+
+
+@gluon.jit
+def _fetch_group_channels(
+    k_ring, g_ring, inputs, places, group, zero_entry,
+    NB: gl.constexpr, GROUP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
+):  # fmt: skip
+    """Ask for the same with a decay per channel: of each half of the channels in turn."""
+    KEYS: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [2, 2, 1], [2, 1, 0])
+    DECAYS: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 2, 16], [2, 2, 1], [2, 1, 0])
+    smem_keys, smem_g, full, _ = inputs
+    for b in gl.static_range(NB):
+        lists = _group_list(places[1], group, GROUP, SPAN).slice(8 * b, 8, dim=1)
+        entry, head = _entries_of_heads(lists, places, group, GROUP, KEYS)
+        p_entry = k_ring + ((entry.to(gl.int64) * H + head // (HV // H)) * K)
+        m_live = entry != zero_entry
+        for half in gl.static_range(2):
+            target = smem_keys.index(b).slice(half * GROUP, GROUP)
+            _copy_rows(p_entry, m_live, target, half * (K // 2), K // 2, KEYS)
+        entry, head = _entries_of_heads(lists, places, group, GROUP, DECAYS)
+        p_entry = g_ring + ((entry.to(gl.int64) * HV + head) * K)
+        m_live = entry != zero_entry
+        for half in gl.static_range(2):
+            target = smem_g.index(b).slice(half * GROUP, GROUP)
+            _copy_rows(p_entry, m_live, target, half * (K // 2), K // 2, DECAYS)
+    async_copy.mbarrier_arrive(full, increment_count=False)
+
+
+@gluon.jit
+def _entries_of_heads(lists, places, group, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return a group's ring entries [GROUP, 8] and value heads [GROUP, 1]."""
+    ENTRIES: gl.constexpr = gl.SliceLayout(2, LAYOUT)
+    head = _group_word(places, group, 0, GROUP, gl.SliceLayout(1, ENTRIES)) // FOLDS
+    return lists.load(ENTRIES), head[:, None]
+
+
+@gluon.jit
+def _copy_rows(
+    p_entry, m_live, target, first: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Ask for SIZE channels of each entry, from the `first` on."""
+    o_k = gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+    p_rows = p_entry[:, :, None] + (first + o_k)
+    async_copy.async_copy_global_to_shared(target, p_rows, m_live[:, :, None] & (o_k >= 0))
 
 
 @gluon.jit
 def _fetch_group_tokens(
-    q, k, beta, log_decay, ancestors, inputs, places, group,
-    W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
-    HAS_TREE: gl.constexpr,
+    tokens, inputs, places, group,
+    GROUP: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
+    K: gl.constexpr, HAS_TREE: gl.constexpr,
 ):  # fmt: skip
     """Ask for the keys and queries of a group's windows; load gates, and store them."""
     VECTORS: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [GROUP, 1, 1], [2, 1, 0])
     COLUMNS: gl.constexpr = gl.SliceLayout(2, VECTORS)
     GATES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [GROUP, 1], [1, 0])
-    _, smem_x, _, gates, smem_bits, full, _ = inputs
-    q, q_stride, q_token_stride = q
-    k, k_stride, k_token_stride = k
-    beta, beta_stride, beta_token_stride = beta
-    log_decay, g_stride, g_token_stride = log_decay
-    head = _group_word(places, group, 0, gl.SliceLayout(1, COLUMNS)) // FOLDS
-    row = _group_word(places, group, 2, gl.SliceLayout(1, COLUMNS)).to(gl.int64)
+    _, _, full, _, smem_x, gates, smem_bits = inputs
+    q, q_stride, q_token_stride = tokens[0]
+    k, k_stride, k_token_stride = tokens[1]
+    beta, beta_stride, beta_token_stride = tokens[2]
+    log_decay, g_stride, g_token_stride = tokens[3]
+    head = _group_word(places, group, 0, GROUP, gl.SliceLayout(1, COLUMNS)) // FOLDS
+    row = _group_word(places, group, 2, GROUP, gl.SliceLayout(1, COLUMNS)).to(gl.int64)
     o_k = gl.arange(0, K, gl.SliceLayout(0, gl.SliceLayout(1, VECTORS)))[None, None, :]
     o_x = gl.arange(0, XP, gl.SliceLayout(0, COLUMNS))[None, :]
     node, channel = o_x % (XP // 2), (head // (HV // H) * K)[:, None]
@@ -94,8 +148,8 @@ def _fetch_group_tokens(
     m_token = (node < W)[:, :, None] & (o_k >= 0) & (row >= 0)[:, None, None]
     async_copy.async_copy_global_to_shared(smem_x, gl.where(is_key, p_key, p_query), m_token)
 
-    head = _group_word(places, group, 0, gl.SliceLayout(1, GATES)) // FOLDS
-    row = _group_word(places, group, 2, gl.SliceLayout(1, GATES)).to(gl.int64)
+    head = _group_word(places, group, 0, GROUP, gl.SliceLayout(1, GATES)) // FOLDS
+    row = _group_word(places, group, 2, GROUP, gl.SliceLayout(1, GATES)).to(gl.int64)
     o_x = gl.arange(0, XP, gl.SliceLayout(0, GATES))[None, :]
     m_key = (o_x < W) & (row >= 0)[:, None]
     p_g = log_decay + ((row * g_stride + head)[:, None] + o_x * g_token_stride)
@@ -104,7 +158,7 @@ def _fetch_group_tokens(
     b_beta = gl.load(p_beta, mask=m_key, other=0)
     if HAS_TREE:
         node = o_x % (XP // 2)
-        p_bits = _pairs(ancestors) + ((row * W)[:, None] + node) * 2
+        p_bits = _pairs(tokens[4]) + ((row * W)[:, None] + node) * 2
         # W is small: the lower half of each
         bits = gl.load(p_bits, mask=(node < W) & (row >= 0)[:, None], other=0)
         smem_bits.store(bits)

@@ -18,9 +18,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from gapless.ops.linear_replay.resident.fetch import CHUNK
 from gapless.ops.linear_replay.resident.window.fetch import STAGES, _fetch
-from gapless.ops.linear_replay.resident.window.groups import GROUP, SPAN
+from gapless.ops.linear_replay.resident.window.groups import CHANNEL_GROUP, HEAD_GROUP, SPAN
 from gapless.ops.linear_replay.resident.window.read import _read
 
 # of a thread of the second part that reads and of the one that fetches; what remains of 168 for
@@ -30,7 +29,6 @@ REGISTERS = gl.constexpr((208, 88))
 
 @gluon.jit(do_not_specialize=["zero_entry", "num_items", "scale", "eps"])
 def _resident_window_kernel(
-    records,  # with a decay per channel alone
     q,
     k,
     v,
@@ -39,6 +37,7 @@ def _resident_window_kernel(
     ancestors,
     out,
     states,  # descriptor of the checkpoints' value channels, in tiles [BV, K]
+    folds,  # with a decay per channel what programs' folds add, else not used
     checkpoint,
     d_ring,
     k_ring,
@@ -64,15 +63,12 @@ def _resident_window_kernel(
     scale,
     eps,
     N: gl.constexpr,
-    NP: gl.constexpr,  # of a record
     W: gl.constexpr,
     HALF: gl.constexpr,
     H: gl.constexpr,
     HV: gl.constexpr,
     K: gl.constexpr,
     V: gl.constexpr,
-    SIZE: gl.constexpr,  # of a record
-    RING: gl.constexpr,  # where in it the scores are
     IS_PER_CHANNEL: gl.constexpr,
     HAS_TREE: gl.constexpr,
     HAS_NORM: gl.constexpr,
@@ -82,17 +78,20 @@ def _resident_window_kernel(
     """Serve every `num_programs`-th item from the program's number on."""
     BV: gl.constexpr = V // 2
     XP: gl.constexpr = 2 * HALF
-    # ring entries in eights
-    NB: gl.constexpr = (N + 7) // 8
+    # lists of ring entries in eights: one place at least has none
+    NB: gl.constexpr = N // 8 + 1
+    GROUP: gl.constexpr = CHANNEL_GROUP if IS_PER_CHANNEL else HEAD_GROUP
+    CHUNK: gl.constexpr = 2 * GROUP
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     # so that the threads of a warp, as matrix units want them, read different banks
     SHORT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     SHORTS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
     RING_D: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     WIDE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-    CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    WIDES: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
     short: gl.constexpr = k_ring.dtype.element_ty
     smem_states = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BV, K], states.layout)
     smem_d = gl.allocate_shared_memory(gl.float32, [2 * STAGES * NB, 8, BV], RING_D)
@@ -100,80 +99,84 @@ def _resident_window_kernel(
     words = gl.allocate_shared_memory(gl.int32, [8 * CHUNK], FLAT)
     entries = gl.allocate_shared_memory(gl.int32, [2, CHUNK, SPAN], PLAIN)
     written = gl.allocate_shared_memory(gl.int32, [2, CHUNK, XP], PLAIN)
-    newer = gl.allocate_shared_memory(gl.int32, [2, CHUNK, SPAN], PLAIN)
+    # what is weighed, of two groups
+    columns = gl.allocate_shared_memory(gl.float32, [2, GROUP, XP], PLAIN)
+    scores = gl.allocate_shared_memory(gl.float32, [2 * NB, GROUP, XP, 8], CUBE)
+    mixed = gl.allocate_shared_memory(gl.float32, [2, GROUP, XP, XP], CUBE)
+    factors = gl.allocate_shared_memory(gl.float32, [2, GROUP, SPAN], PLAIN)
     full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER)
     w_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    i_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    i_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    weighed = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     if IS_PER_CHANNEL:
-        smem_x = gl.allocate_shared_memory(gl.float32, [STAGES, XP, K], WIDE)
-        decays = gl.allocate_shared_memory(gl.float32, [STAGES, K], FLAT)
-        columns = gl.allocate_shared_memory(gl.float32, [STAGES, XP], FLAT)
-        scores = gl.allocate_shared_memory(gl.float32, [STAGES * NB, XP, 8], PLAIN)
-        mixed = gl.allocate_shared_memory(gl.float32, [STAGES, XP, XP], PLAIN)
+        # of two groups, decayed, by parts of the channels
+        smem_x = gl.allocate_shared_memory(gl.float32, [2, 2 * GROUP, XP, K // 2], WIDES)
         keys = gl.allocate_shared_memory(gl.float32, [NB, 8, K], WIDE)
-        of_fold = gl.allocate_shared_memory(gl.float32, [K], FLAT)
-        inputs, of_weights = (), ()
+        # of the group that is weighed next; sums over channels take the place of decays
+        ring_keys = gl.allocate_shared_memory(short, [NB, 2 * GROUP, 8, K // 2], SHORTS)
+        ring_g = gl.allocate_shared_memory(gl.float32, [3, 2 * GROUP, 8, K // 2], WIDES)
+        facts = gl.allocate_shared_memory(gl.int32, [8, 2 * GROUP], PLAIN)
+        of_entries = columns  # not used
+        inputs = (ring_keys, ring_g, i_full, i_empty)
     else:
         smem_x = gl.allocate_shared_memory(short, [STAGES, XP, K], SHORT)
-        # of two groups
-        columns = gl.allocate_shared_memory(gl.float32, [2, GROUP, XP], PLAIN)
-        scores = gl.allocate_shared_memory(gl.float32, [2 * NB, GROUP, XP, 8], CUBE)
-        mixed = gl.allocate_shared_memory(gl.float32, [2, GROUP, XP, XP], CUBE)
-        of_fold = gl.allocate_shared_memory(gl.float32, [2, GROUP, SPAN], PLAIN)
-        weighed = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
         keys = gl.allocate_shared_memory(short, [NB, 8, K], SHORT)
-        # of the group that is weighed next
         ring_keys = gl.allocate_shared_memory(short, [NB, GROUP, 8, K], SHORTS)
+        ring_g = gl.allocate_shared_memory(gl.float32, [GROUP, SPAN], PLAIN)
         vectors = gl.allocate_shared_memory(short, [GROUP, XP, K], SHORTS)
-        g_newer = gl.allocate_shared_memory(gl.float32, [GROUP, SPAN], PLAIN)
         gates = gl.allocate_shared_memory(gl.float32, [2, GROUP, XP], PLAIN)
         bits = gl.allocate_shared_memory(gl.int32, [GROUP, XP], PLAIN)
-        i_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-        i_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-        # of the one that is being weighed
+        # of the group that is being weighed
         of_entries = gl.allocate_shared_memory(gl.float32, [2, GROUP, SPAN], PLAIN)
-        mbarrier.init(weighed.index(0), count=1)
-        mbarrier.init(weighed.index(1), count=1)
-        mbarrier.init(i_full, count=128)
-        mbarrier.init(i_empty, count=1)
-        decays = columns  # not used
-        inputs = (ring_keys, vectors, g_newer, gates, bits, i_full, i_empty)
-        of_weights = (columns, scores, mixed, of_fold, of_entries, weighed)
+        facts = words  # not used
+        inputs = (ring_keys, ring_g, i_full, i_empty, vectors, gates, bits)
     for i in gl.static_range(2 * STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     for i in gl.static_range(STAGES):
         # each thread's copies
         mbarrier.init(w_full.index(i), count=128)
+    for i in gl.static_range(2):
+        mbarrier.init(weighed.index(i), count=1)
     mbarrier.init(k_full, count=128)
     mbarrier.init(k_empty, count=2)
+    mbarrier.init(i_full, count=128)
+    mbarrier.init(i_empty, count=1)
     first, step = gl.program_id(0), gl.num_programs(0)
     visits = (first, step, (num_items - first + step - 1) // step)
+    folds += first * (CHUNK * 8 * NB * K)
     of_states = (smem_states, full, empty)
-    of_windows = (smem_d, smem_x, decays, values, columns, scores, mixed, w_full)
-    of_folds = (keys, of_fold, k_full, k_empty)
-    places = (words, entries, written, newer)
+    of_windows = (smem_d, smem_x, values, w_full)
+    of_folds = (keys, k_full, k_empty)
+    of_weights = (columns, scores, mixed, factors, of_entries, weighed)
+    places = (words, entries, written)
+    tokens = (
+        (q, q_stride, q_token_stride), (k, k_stride, k_token_stride),
+        (beta, beta_stride, beta_token_stride), (log_decay, g_stride, g_token_stride), ancestors,
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (_read, (
-                out, checkpoint, d_ring, k_ring, g_ring, of_states, of_windows, of_folds, inputs,
-                of_weights, places, visits, zero_entry, scale, eps, 0, NB, W, XP, H, HV, K, V, BV,
-                IS_PER_CHANNEL, HAS_TREE, HAS_NORM, CHAINED, num_warps,
+                tokens, out, checkpoint, folds, d_ring, k_ring, g_ring, of_states, of_windows,
+                of_folds, inputs, of_weights, facts, places, visits, zero_entry, scale, eps,
+                0, GROUP, NB, W, XP, H, HV, K, V, BV, IS_PER_CHANNEL, HAS_TREE, HAS_NORM, CHAINED,
+                num_warps,
             )),
             (_read, (
-                out, checkpoint, d_ring, k_ring, g_ring, of_states, of_windows, of_folds, inputs,
-                of_weights, places, visits, zero_entry, scale, eps, 1, NB, W, XP, H, HV, K, V, BV,
-                IS_PER_CHANNEL, HAS_TREE, HAS_NORM, CHAINED, num_warps,
+                tokens, out, checkpoint, folds, d_ring, k_ring, g_ring, of_states, of_windows,
+                of_folds, inputs, of_weights, facts, places, visits, zero_entry, scale, eps,
+                1, GROUP, NB, W, XP, H, HV, K, V, BV, IS_PER_CHANNEL, HAS_TREE, HAS_NORM, CHAINED,
+                num_warps,
             )),
             (_fetch, (
-                records, (q, q_stride, q_token_stride), (k, k_stride, k_token_stride),
-                (v, v_stride, v_token_stride), (beta, beta_stride, beta_token_stride),
-                (log_decay, g_stride, g_token_stride), ancestors, states, d_ring, k_ring, g_ring,
-                order, ring_read, ring_write, fold_mask, read_rows, fold_rows, of_states,
-                of_windows, of_folds, inputs, places, visits, zero_entry, N, NB, NP, W, XP, H, HV,
-                K, V, BV, SIZE, RING, IS_PER_CHANNEL, HAS_TREE, CHAINED,
+                tokens, (v, v_stride, v_token_stride), states, folds, d_ring, k_ring, g_ring, order,
+                ring_read, ring_write, fold_mask, read_rows, fold_rows, of_states, of_windows,
+                of_folds, inputs, weighed, places, visits, zero_entry, GROUP, N, NB, W, XP, H, HV,
+                K, V, BV, IS_PER_CHANNEL, HAS_TREE, CHAINED,
             )),
         ],
         [num_warps, 4],

@@ -10,10 +10,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gapless.ops.linear_replay.arithmetic import _cut, _head
-from gapless.ops.linear_replay.resident.fetch import CHUNK, _place
+from gapless.ops.linear_replay.resident.fetch import _place
 from gapless.ops.linear_replay.resident.window.fetch import STAGES, _head_of
-from gapless.ops.linear_replay.resident.window.groups import GROUP, SPAN, _entries
+from gapless.ops.linear_replay.resident.window.groups import SPAN
 from gapless.ops.linear_replay.resident.window.weigh import _weigh
+from gapless.ops.linear_replay.resident.window.weigh_channels import _weigh_channels
 
 # key channels of a part of a tile: swizzled vectors of 16 bits begin anew there
 KB = gl.constexpr(64)
@@ -93,15 +94,17 @@ def _mix(y, mixed, zeros, BV: gl.constexpr, XP: gl.constexpr, LEFT: gl.constexpr
 
 
 @gluon.jit
-def _load_vectors(x, decays, K: gl.constexpr, RIGHT: gl.constexpr, IS_PER_CHANNEL: gl.constexpr):
-    """Return a window's vectors in parts of KB channels; with a decay per channel times those of a
-    state's channels."""
+def _load_vectors(smem_x, slot, w, GROUP: gl.constexpr, RIGHT: gl.constexpr, IS_PER_CHANNEL: gl.constexpr):
+    """Return a window's vectors in parts of KB channels."""
+    WIDE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     vectors = ()
-    for c in gl.static_range(K // KB):
-        part = x.slice(c * KB, KB, dim=1).permute([1, 0]).load(RIGHT).to(gl.float32)
+    for c in gl.static_range(2):
         if IS_PER_CHANNEL:
-            part *= decays.slice(c * KB, KB).load(gl.SliceLayout(1, RIGHT))[:, None]
-        vectors = vectors + (part,)
+            parts = smem_x._reinterpret(gl.float32, [4 * GROUP, 8, KB], WIDE)
+            part = parts.index((slot // GROUP * 2 + c) * GROUP + slot % GROUP)
+        else:
+            part = smem_x.index(w).slice(c * KB, KB, dim=1)
+        vectors = vectors + (part.permute([1, 0]).load(RIGHT).to(gl.float32),)
     return vectors
 
 
@@ -127,7 +130,7 @@ def _read_state(tile, vectors, zeros, LEFT: gl.constexpr, IS_PER_CHANNEL: gl.con
 
 @gluon.jit
 def _store_fold(
-    tile, p_out, smem_d, i, keys, of_fold, first_channel,
+    tile, p_out, smem_d, i, keys, factors, first_channel,
     NB: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, UNITS: gl.constexpr,
     IS_PER_CHANNEL: gl.constexpr,
 ):  # fmt: skip
@@ -135,6 +138,7 @@ def _store_fold(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, UNITS, 1)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, UNITS, 1)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, UNITS)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     o_v = first_channel + gl.arange(0, BV, gl.SliceLayout(1, UNITS))
     for c in gl.static_range(K // KB):
         added = gl.zeros([BV, KB], gl.float32, UNITS)
@@ -142,17 +146,18 @@ def _store_fold(
             left, right = (), ()
             for b in gl.static_range(first, min(first + 2, NB)):
                 d = smem_d.index(i * NB + b).permute([1, 0]).load(LEFT)
-                if not IS_PER_CHANNEL:
-                    # keys stay what they are, 16 bits, and are their own heads
-                    d *= of_fold.slice(8 * b, 8).load(gl.SliceLayout(0, LEFT))[None, :]
+                # so keys of 16 bits stay what they are, their own heads
+                d *= factors.slice(8 * b, 8).load(gl.SliceLayout(0, LEFT))[None, :]
                 left = left + (d,)
                 key = keys.index(b).slice(c * KB, KB, dim=1).load(RIGHT)
                 right = right + (key.to(gl.float32),)
             added = _dot_eights(left, right, added, UNITS, IS_PER_CHANNEL)
+        # what is in the first place is the state's
         if IS_PER_CHANNEL:
-            decay = of_fold.slice(c * KB, KB).load(COLUMNS)
+            first = keys._reinterpret(gl.float32, [8 * NB, K], FLAT).index(0)
+            decay = first.slice(c * KB, KB).load(COLUMNS)
         else:
-            decay = of_fold.slice(SPAN - 1, 1).load(COLUMNS)
+            decay = factors.slice(0, 1).load(COLUMNS)
         state = tile.slice(c * KB, KB, dim=1).load(UNITS) * decay[None, :] + added
         o_k = c * KB + gl.arange(0, KB, COLUMNS)
         gl.store(p_out + o_v[:, None] * K + o_k[None, :], state)
@@ -160,10 +165,10 @@ def _store_fold(
 
 @gluon.jit
 def _read(
-    out, checkpoint, d_ring, k_ring, g_ring, of_states, of_windows, of_folds, inputs, of_weights,
-    places, visits, zero_entry, scale, eps,
-    HALF: gl.constexpr, NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr,
-    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
+    tokens, out, checkpoint, folds, d_ring, k_ring, g_ring, of_states, of_windows, of_folds, inputs,
+    of_weights, facts, places, visits, zero_entry, scale, eps,
+    HALF: gl.constexpr, GROUP: gl.constexpr, NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
     IS_PER_CHANNEL: gl.constexpr, HAS_TREE: gl.constexpr, HAS_NORM: gl.constexpr,
     CHAINED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -174,18 +179,16 @@ def _read(
     COLUMNS: gl.constexpr = gl.SliceLayout(0, UNITS)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    SLOTS: gl.constexpr = 2 * GROUP
     smem_states, full, empty = of_states
-    smem_d, smem_x, decays, values, columns, scores, mixed, w_full = of_windows
-    keys, of_fold, k_full, k_empty = of_folds
-    written = places[2]
-    # with a decay per channel records are fetched a visit at a time
-    SLOTS: gl.constexpr = STAGES if IS_PER_CHANNEL else 2 * GROUP
-    SIZE: gl.constexpr = 1 if IS_PER_CHANNEL else GROUP
+    smem_d, smem_x, values, w_full = of_windows
+    keys, k_full, k_empty = of_folds
+    columns, scores, mixed, factors, _, weighed = of_weights
     columns = columns._reinterpret(gl.float32, [SLOTS, XP], FLAT)
     scores = scores._reinterpret(gl.float32, [SLOTS * NB, XP, 8], PLAIN)
     mixed = mixed._reinterpret(gl.float32, [SLOTS, XP, XP], PLAIN)
-    if not IS_PER_CHANNEL:
-        of_fold = of_fold._reinterpret(gl.float32, [SLOTS, SPAN], FLAT)
+    factors = factors._reinterpret(gl.float32, [SLOTS, SPAN], FLAT)
+    written = places[2]._reinterpret(gl.int32, [2 * SLOTS, XP], FLAT)
     o_v = HALF * BV + gl.arange(0, BV, gl.SliceLayout(1, UNITS))
     o_x = gl.arange(0, XP, COLUMNS)
     node = o_x % (XP // 2)
@@ -193,7 +196,6 @@ def _read(
     m_key = m_row[:, None] & (o_x < W)[None, :]
     m_query = m_row[:, None] & ((o_x >= XP // 2) & (node < W))[None, :]
     zeros = gl.zeros([BV, XP], gl.float32, UNITS)
-    written = written._reinterpret(gl.int32, [2 * CHUNK, XP], FLAT)
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
@@ -203,34 +205,35 @@ def _read(
         i = HALF * STAGES + w
         slot = j % SLOTS
         tile = smem_states.index(i)
-        if not IS_PER_CHANNEL:
-            # by now the next group's inputs have come, and the other readers have a visit left
-            group = (j + 1) // GROUP
-            is_due = ((j % GROUP == GROUP - 1) | (j == 0)) & (group * GROUP < visits[2])
-            if is_due & (group % 2 == HALF):
+        mbarrier.wait(w_full.index(w), phase)
+        # By now the other readers are through with the visit before the last, so with all of the
+        # group whose place the next one takes, and have a visit left to read meanwhile.
+        group = (j + 1) // GROUP
+        is_due = ((j % GROUP == GROUP - 1) | (j == 0)) & (group * GROUP < visits[2])
+        if is_due & (group % 2 == HALF):
+            if IS_PER_CHANNEL:
+                _weigh_channels(
+                    tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, group,
+                    scale, eps, NB, W, XP, H, HV, K, HAS_TREE, HAS_NORM,
+                )  # fmt: skip
+            else:
                 _weigh(
                     k_ring, g_ring, inputs, of_weights, places, group, scale, eps,
                     NB, W, XP, H, HV, K, HAS_TREE, HAS_NORM,
                 )  # fmt: skip
-            mbarrier.wait(of_weights[5].index(j // GROUP % 2), j // (2 * GROUP) & 1)
-        mbarrier.wait(w_full.index(w), phase)
+        mbarrier.wait(weighed.index(j // GROUP % 2), j // (2 * GROUP) & 1)
         of_d, of_scores = (), ()
         for b in gl.static_range(NB):
-            right = scores.index((slot // SIZE * NB + b) * SIZE + slot % SIZE)
-            right = right.permute([1, 0]).load(RIGHT)
-            if IS_PER_CHANNEL:
-                # the record says nothing of entries that there are not
-                is_live = _entries(places, j, b).load(gl.SliceLayout(1, RIGHT)) != zero_entry
-                right = gl.where(is_live[:, None], right, 0.0)
+            right = scores.index((slot // GROUP * NB + b) * GROUP + slot % GROUP)
+            of_scores = of_scores + (right.permute([1, 0]).load(RIGHT),)
             of_d = of_d + (smem_d.index(i * NB + b).permute([1, 0]).load(LEFT),)
-            of_scores = of_scores + (right,)
         of_ring = _dot_eights(of_d, of_scores, zeros, UNITS, SPLIT_B=True)
         value = values.index(w).slice(HALF * BV, BV, dim=1).permute([1, 0]).load(UNITS)
         of_ring -= value.to(gl.float32)
         head, num_folded = _head_of(places, j, COLUMNS)
         column = columns.index(slot).load(COLUMNS)
         right = _twice(mixed.index(slot), XP, RIGHT)
-        vectors = _load_vectors(smem_x.index(w), decays.index(w), K, RIGHT, IS_PER_CHANNEL)
+        vectors = _load_vectors(smem_x, slot, w, GROUP, RIGHT, IS_PER_CHANNEL)
         # all is at hand that a state is needed for, so that its buffer is free again soon
         mbarrier.wait(full.index(i), phase)
         y = _read_state(tile, vectors, zeros, LEFT, IS_PER_CHANNEL)
@@ -239,15 +242,14 @@ def _read(
             mbarrier.wait(k_full, k_phase)
             _store_fold(
                 tile, checkpoint + (fold_row * HV + head) * (V * K), smem_d, i, keys,
-                of_fold if IS_PER_CHANNEL else of_fold.index(slot),
-                HALF * BV, NB, K, BV, UNITS, IS_PER_CHANNEL,
+                factors.index(slot), HALF * BV, NB, K, BV, UNITS, IS_PER_CHANNEL,
             )  # fmt: skip
             mbarrier.arrive(k_empty, count=1)
             k_phase ^= 1
         mbarrier.arrive(empty.index(i), count=1)
         y = _mix(y * column[None, :] + of_ring, right, zeros, BV, XP, LEFT)
         row = _place(places, j, 2, COLUMNS).to(gl.int64)
-        o_written = written.index(j % (2 * CHUNK)).load(COLUMNS).to(gl.int64)
+        o_written = written.index(j % (2 * SLOTS)).load(COLUMNS).to(gl.int64)
         p_out = out + ((row * W + node) * (HV * V) + head * V)[None, :] + o_v[:, None]
         gl.store(p_out, y.to(out.dtype.element_ty), mask=m_query)
         p_written = d_ring + ((o_written * HV + head) * V)[None, :] + o_v[:, None]

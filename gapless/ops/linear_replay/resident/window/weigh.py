@@ -12,15 +12,18 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from gapless.ops.linear_replay.arithmetic import _decay, _exact_decay
-from gapless.ops.linear_replay.resident.items import _add, barrier
+from gapless.ops.linear_replay.resident.items import barrier
 from gapless.ops.linear_replay.resident.window.groups import (
     FOLDS,
-    GROUP,
+    HEAD_GROUP,
     SPAN,
+    _before,
     _group_list,
     _group_word,
 )
 from gapless.ops.linear_replay.window_scores_kernel import _is_above
+
+GROUP = HEAD_GROUP
 
 
 @gluon.jit
@@ -41,55 +44,66 @@ def _unstacked(x, SQUARE: gl.constexpr):
 
 
 @gluon.jit
-def _store_decays(inputs, places, group, decays):
+def _store_decays(smem_g, places, group, decays, NB: gl.constexpr):
     """Store what a group's ring entries [SPAN] decay by up to where the ring ends, and among those
-    that are folded; and in the last place the state."""
+    that are folded; and in the first place the state."""
     LISTS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [GROUP, 1], [1, 0])
-    o_n = gl.arange(0, SPAN, gl.SliceLayout(0, LISTS))[None, :]
-    num_folded = (_group_word(places, group, 0, gl.SliceLayout(1, LISTS)) % FOLDS)[:, None]
-    g = inputs[2].load(LISTS)
-    of_entries = gl.where(o_n < SPAN - 1, g, 0.0)
-    past = gl.associative_scan(of_entries, 1, _add, reverse=True)
-    past = gl.where(o_n < SPAN - 1, past, gl.sum(g, 1)[:, None])
+    o_place = gl.arange(0, SPAN, gl.SliceLayout(0, LISTS))[None, :]
+    o_n = 8 * NB - 1 - o_place
+    num_folded = _group_word(places, group, 0, GROUP, gl.SliceLayout(1, LISTS)) % FOLDS
+    g = smem_g.load(LISTS)
+    past = gl.where(o_place == 0, gl.sum(g, 1)[:, None], _before(g, 1))
     decays.index(0).store(_decay(past))
-    of_folds = gl.where(o_n + 1 < num_folded, of_entries, 0.0)
-    fold = _decay(gl.associative_scan(of_folds, 1, _add, reverse=True))
-    fold = gl.where(o_n < num_folded, fold, 0.0)
-    of_folds = gl.where((o_n + 1 < num_folded) | (o_n == SPAN - 1), g, 0.0)
+    m_fold = (o_n >= 0) & (o_n < num_folded[:, None])
+    of_folds = gl.where(m_fold, g, 0.0)
+    fold = gl.where(m_fold, _decay(_before(of_folds, 1)), 0.0)
     of_state = _exact_decay(gl.sum(of_folds, 1))
-    decays.index(1).store(gl.where(o_n < SPAN - 1, fold, of_state[:, None]))
+    decays.index(1).store(gl.where(o_place == 0, of_state[:, None], fold))
 
 
 @gluon.jit
 def _of_column(
-    inputs, squares, o_x, scale, eps, AXIS: gl.constexpr,
-    W: gl.constexpr, HAS_NORM: gl.constexpr, LAYOUT: gl.constexpr,
+    squares, b_beta, o_x, scale, eps, W: gl.constexpr, HAS_NORM: gl.constexpr,
 ):  # fmt: skip
-    """Return what a window's columns [GROUP, XP] are multiplied by, and their signs."""
+    """Return what windows' columns [GROUP, XP] are multiplied by, and their signs."""
     XP: gl.constexpr = o_x.shape[1]
     node = o_x % (XP // 2)
     is_key, is_query = o_x < W, (o_x >= XP // 2) & (node < W)
-    x_scale = gl.where(is_query, scale, 1.0)
+    x_scale = gl.where(is_query, scale, gl.full_like(squares, 1.0))
     if HAS_NORM:
-        x_scale *= gl.rsqrt(gl.where(is_key | is_query, gl.sum(squares, AXIS) + eps, 1.0))
-    b_beta = inputs[3].index(1).load(LAYOUT)
+        x_scale *= gl.rsqrt(gl.where(is_key | is_query, squares + eps, 1.0))
     return x_scale, gl.where(is_key, -b_beta, gl.where(is_query, 1.0, 0.0))
 
 
 @gluon.jit
-def _store_solved(mixed, pairs, sign, o_row, o_column, W: gl.constexpr):
-    """Store what the columns are in sum, once each has taken in the nodes on its path."""
-    found = gl.where(o_row == o_column, 1.0, 0.0)
+def _key_scale(squares, eps):
+    """Return what normalises ring keys; those of no entry are zeros."""
+    return gl.rsqrt(gl.where(squares > 0.0, squares + eps, 1.0))
+
+
+@gluon.jit
+def _store_solved(
+    mixed, pairs, are_above, of_row, of_column, row_sign, column_sign, o_row, o_column,
+    W: gl.constexpr,
+):  # fmt: skip
+    """Store what the columns are in sum, once each has taken in the nodes on its path; pairs are
+    those of vectors as they were read, [node, column]."""
+    is_diagonal = o_row[:, :, None] == o_column[:, None, :]
+    pairs *= of_row[:, :, None] * (column_sign * of_column)[:, None, :]
+    # a node's own path ends before it
+    m_pairs = are_above & (o_row < W)[:, :, None] & ~is_diagonal
+    pairs = gl.where(m_pairs, pairs, 0.0)
+    found = gl.where(is_diagonal, 1.0, gl.zeros_like(pairs))
     for j in gl.static_range(W):
-        d = gl.sum(gl.where(o_column == j, found, 0.0), 2)
-        later = gl.sum(gl.where(o_row == j, pairs, 0.0), 1)
+        d = gl.sum(gl.where((o_column == j)[:, None, :], found, 0.0), 2)
+        later = gl.sum(gl.where((o_row == j)[:, :, None], pairs, 0.0), 1)
         found += d[:, :, None] * later[:, None, :]
-    mixed.permute([0, 2, 1]).store(found * sign[:, :, None])
+    mixed.permute([0, 2, 1]).store(found * row_sign[:, :, None])
 
 
 @gluon.jit
 def _store_tokens(
-    k_ring, g_ring, inputs, places, group,
+    k_ring, g_ring, smem_x, smem_g, places, group,
     W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
 ):  # fmt: skip
     """Put a group's keys and decays into the rings."""
@@ -98,15 +112,15 @@ def _store_tokens(
     GATES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [GROUP, 1], [1, 0])
     o_k = gl.arange(0, K, gl.SliceLayout(0, gl.SliceLayout(1, VECTORS)))[None, None, :]
     o_x = gl.arange(0, XP, gl.SliceLayout(0, COLUMNS))[None, :]
-    head = (_group_word(places, group, 0, gl.SliceLayout(1, COLUMNS)) // FOLDS)[:, None]
-    written = _group_list(places[2], group, XP).load(COLUMNS).to(gl.int64)
+    head = (_group_word(places, group, 0, GROUP, gl.SliceLayout(1, COLUMNS)) // FOLDS)[:, None]
+    written = _group_list(places[2], group, GROUP, XP).load(COLUMNS).to(gl.int64)
     p_keys = (k_ring + (written * H + head // (HV // H)) * K)[:, :, None] + o_k
     m_key = ((o_x < W) & (head % (HV // H) == 0))[:, :, None] & (o_k >= 0)
-    gl.store(p_keys, inputs[1].load(VECTORS), mask=m_key)
+    gl.store(p_keys, smem_x.load(VECTORS), mask=m_key)
     o_x = gl.arange(0, XP, gl.SliceLayout(0, GATES))[None, :]
-    head = (_group_word(places, group, 0, gl.SliceLayout(1, GATES)) // FOLDS)[:, None]
-    written = _group_list(places[2], group, XP).load(GATES).to(gl.int64)
-    gl.store(g_ring + written * HV + head, inputs[3].index(0).load(GATES), mask=o_x < W)
+    head = (_group_word(places, group, 0, GROUP, gl.SliceLayout(1, GATES)) // FOLDS)[:, None]
+    written = _group_list(places[2], group, GROUP, XP).load(GATES).to(gl.int64)
+    gl.store(g_ring + written * HV + head, smem_g.load(GATES), mask=o_x < W)
 
 
 @gluon.jit
@@ -123,11 +137,11 @@ def _weigh(
     SQUARE: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [GROUP, 1, 1], [2, 1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(2, SQUARE)
     COLUMNS: gl.constexpr = gl.SliceLayout(1, SQUARE)
-    smem_keys, smem_x, _, gates, smem_bits, full, empty = inputs
+    smem_keys, smem_g, full, empty, smem_x, gates, smem_bits = inputs
     columns, scores, mixed, factors, decays, weighed = of_weights
     i = group % 2
     mbarrier.wait(full, group & 1)
-    _store_decays(inputs, places, group, decays)
+    _store_decays(smem_g, places, group, decays, NB)
     zeros = gl.zeros([GROUP, 16, 8], gl.float32, UNITS)
     right = smem_x.permute([0, 2, 1]).load(RIGHT)
     x = gl.permute(right, [0, 2, 1])
@@ -136,9 +150,12 @@ def _weigh(
     o_column = gl.arange(0, XP, gl.SliceLayout(0, COLUMNS))[None, :]
     is_diagonal = o_row[:, :, None] == o_column[:, None, :]
     squares = gl.where(is_diagonal, products, 0.0)
-    of_row, row_sign = _of_column(inputs, squares, o_row, scale, eps, 2, W, HAS_NORM, ROWS)
+    b_beta = gates.index(1)
+    of_row, row_sign = _of_column(
+        gl.sum(squares, 2), b_beta.load(ROWS), o_row, scale, eps, W, HAS_NORM
+    )
     of_column, column_sign = _of_column(
-        inputs, squares, o_column, scale, eps, 1, W, HAS_NORM, COLUMNS
+        gl.sum(squares, 1), b_beta.load(COLUMNS), o_column, scale, eps, W, HAS_NORM
     )
 
     # pairs [node, column], node by node from the last: `since` is the decay from there on
@@ -156,21 +173,17 @@ def _weigh(
         row_since += gl.where(is_above, g.load(ROWS), 0.0)
         is_above = _is_above(column_bits, column_node, last, HAS_TREE)
         column_since += gl.where(is_above, g.load(COLUMNS), 0.0)
-    pairs = products * _decay(exponents) * of_row[:, :, None]
-    pairs *= (column_sign * of_column)[:, None, :]
     m_pairs = _is_above(
         column_bits[:, None, :], column_node[:, None, :], o_row[:, :, None], HAS_TREE
     )
-    # a node's own path ends before it
-    m_pairs &= (o_row < W)[:, :, None] & ~is_diagonal
     _store_solved(
-        mixed.index(i), gl.where(m_pairs, pairs, 0.0), row_sign,
-        o_row[:, :, None], o_column[:, None, :], W,
+        mixed.index(i), products * _decay(exponents), m_pairs, of_row, of_column, row_sign,
+        column_sign, o_row, o_column, W,
     )  # fmt: skip
 
     barrier()
     of_row *= _decay(row_since)
-    columns.index(i).store(of_row * decays.index(0).slice(SPAN - 1, 1, dim=1).load(ROWS))
+    columns.index(i).store(of_row * decays.index(0).slice(0, 1, dim=1).load(ROWS))
     for b in gl.static_range(NB):
         right = smem_keys.index(b).permute([0, 2, 1]).load(RIGHT)
         both = mma_v2(_stacked(x, gl.permute(right, [0, 2, 1]), LEFT), right, zeros)
@@ -178,16 +191,18 @@ def _weigh(
         past = decays.index(0).slice(8 * b, 8, dim=1).load(COLUMNS)
         fold = decays.index(1).slice(8 * b, 8, dim=1).load(COLUMNS)
         if HAS_NORM:
-            # there are entries that there are not, and those are zeros
-            squares = gl.sum(gl.where(is_diagonal, squares, 0.0), 1)
-            key_scale = gl.rsqrt(gl.where(squares > 0.0, squares + eps, 1.0))
+            key_scale = _key_scale(gl.sum(gl.where(is_diagonal, squares, 0.0), 1), eps)
             past *= key_scale
-            fold *= key_scale
+            if b == 0:
+                # the first place is the state's
+                fold = gl.where(o_column == 0, fold, fold * key_scale)
+            else:
+                fold *= key_scale
         scores.index(i * NB + b).store(found * past[:, None, :] * of_row[:, :, None])
         factors.index(i).slice(8 * b, 8, dim=1).store(fold)
-    fold = decays.index(1).slice(SPAN - 1, 1, dim=1).load(COLUMNS)
-    factors.index(i).slice(SPAN - 1, 1, dim=1).store(fold)
-    _store_tokens(k_ring, g_ring, inputs, places, group, W, XP, H, HV, K)
+    _store_tokens(
+        k_ring, g_ring, smem_x, gates.index(0), places, group, W, XP, H, HV, K
+    )
     barrier()
     mbarrier.arrive(empty, count=1)
     mbarrier.arrive(weighed.index(i), count=1)
