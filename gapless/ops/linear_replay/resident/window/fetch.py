@@ -12,6 +12,7 @@ from gapless.ops.linear_replay.resident.fetch import _fetch_state, _place, _stor
 from gapless.ops.linear_replay.resident.items import _items, _pairs
 from gapless.ops.linear_replay.resident.window.groups import (
     FOLDS,
+    HEADS,
     SPAN,
     _entries,
     _fetch_group_channels,
@@ -30,8 +31,8 @@ def _load_places(
     CHUNK: gl.constexpr, N: gl.constexpr, NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr,
     HV: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
-    """Load where CHUNK visits from j0 on read, write and fold: words 0, its head and how many
-    entries it folds; 1, the row of its state; 2, its row; 3, the row that it folds into; and lists
+    """Load where CHUNK visits from j0 on read, write and fold: words 0, its head, how many
+    entries it has and how many it folds; 1, the row of its state; 2, its row; 3, the row that it folds into; and lists
     of the entries that are read, the newest first, and written."""
     ITEM: gl.constexpr = gl.SliceLayout(1, PLACES)
     item = _items(j0, first, step, count, CHUNK, ITEM)
@@ -46,7 +47,8 @@ def _load_places(
     p_written = _pairs(ring_write) + (row * W)[:, None] * 2 + o_x[None, :] * 2
     written = gl.load(p_written, mask=m_key, other=0)
     folded = gl.load(fold_mask + (row * N)[:, None] + o_n[None, :], mask=m_n, other=0)
-    head = item % HV * FOLDS + gl.sum(folded.to(gl.int32), 1)
+    num_live = gl.sum((entries != zero_entry).to(gl.int32), 1)
+    head = item % HV * HEADS + num_live * FOLDS + gl.sum(folded.to(gl.int32), 1)
     state_row = gl.load(_pairs(read_rows) + row * 2)
     fold_row = gl.load(_pairs(fold_rows) + row * 2)
     return (head, state_row, row, fold_row), (entries, written)
@@ -62,7 +64,7 @@ def _phase(j):
 def _head_of(places, j, LAYOUT: gl.constexpr):
     """Return the value head of a visit, and how many entries its row folds."""
     word = gl.sum(_place(places, j, 0, LAYOUT), 0)
-    return word // FOLDS, word % FOLDS
+    return word // HEADS, word % FOLDS
 
 
 @gluon.jit

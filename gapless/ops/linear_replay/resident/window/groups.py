@@ -13,8 +13,8 @@ HEAD_GROUP, CHANNEL_GROUP = gl.constexpr(4), gl.constexpr(2)
 # places of a visit's list of ring entries, the newest first: of those that a block of eight may have
 # beyond the N entries the first is none's, and where weights are listed it is the state's
 SPAN = gl.constexpr(32)
-# a value head and how many entries its row folds share a word
-FOLDS = gl.constexpr(64)
+# a value head, how many entries its row has, and how many of them it folds share a word
+HEADS, FOLDS = gl.constexpr(4096), gl.constexpr(64)
 
 
 @gluon.jit
@@ -64,7 +64,7 @@ def _fetch_group_ring(
     ENTRIES: gl.constexpr = gl.SliceLayout(2, VECTORS)
     LISTS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [GROUP, 1], [1, 0])
     smem_keys, smem_g = inputs[:2]
-    head = _group_word(places, group, 0, GROUP, gl.SliceLayout(1, ENTRIES)) // FOLDS
+    head = _group_word(places, group, 0, GROUP, gl.SliceLayout(1, ENTRIES)) // HEADS
     o_k = gl.arange(0, K, gl.SliceLayout(0, gl.SliceLayout(1, VECTORS)))[None, None, :]
     for b in gl.static_range(NB):
         entry = _group_list(places[1], group, GROUP, SPAN).slice(8 * b, 8, dim=1).load(ENTRIES)
@@ -73,7 +73,7 @@ def _fetch_group_ring(
         p_keys = k_ring + p_entry[:, :, None] + o_k
         async_copy.async_copy_global_to_shared(smem_keys.index(b), p_keys, m_keys)
     entry = _group_list(places[1], group, GROUP, SPAN).load(LISTS)
-    head = _group_word(places, group, 0, GROUP, gl.SliceLayout(1, LISTS)) // FOLDS
+    head = _group_word(places, group, 0, GROUP, gl.SliceLayout(1, LISTS)) // HEADS
     p_g = g_ring + entry.to(gl.int64) * HV + head[:, None]
     async_copy.async_copy_global_to_shared(smem_g, p_g, entry != zero_entry)
 
@@ -108,7 +108,7 @@ def _fetch_group_channels(
 def _entries_of_heads(lists, places, group, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
     """Return a group's ring entries [GROUP, 8] and value heads [GROUP, 1]."""
     ENTRIES: gl.constexpr = gl.SliceLayout(2, LAYOUT)
-    head = _group_word(places, group, 0, GROUP, gl.SliceLayout(1, ENTRIES)) // FOLDS
+    head = _group_word(places, group, 0, GROUP, gl.SliceLayout(1, ENTRIES)) // HEADS
     return lists.load(ENTRIES), head[:, None]
 
 
@@ -137,7 +137,7 @@ def _fetch_group_tokens(
     k, k_stride, k_token_stride = tokens[1]
     beta, beta_stride, beta_token_stride = tokens[2]
     log_decay, g_stride, g_token_stride = tokens[3]
-    head = _group_word(places, group, 0, GROUP, gl.SliceLayout(1, COLUMNS)) // FOLDS
+    head = _group_word(places, group, 0, GROUP, gl.SliceLayout(1, COLUMNS)) // HEADS
     row = _group_word(places, group, 2, GROUP, gl.SliceLayout(1, COLUMNS)).to(gl.int64)
     o_k = gl.arange(0, K, gl.SliceLayout(0, gl.SliceLayout(1, VECTORS)))[None, None, :]
     o_x = gl.arange(0, XP, gl.SliceLayout(0, COLUMNS))[None, :]
@@ -148,7 +148,7 @@ def _fetch_group_tokens(
     m_token = (node < W)[:, :, None] & (o_k >= 0) & (row >= 0)[:, None, None]
     async_copy.async_copy_global_to_shared(smem_x, gl.where(is_key, p_key, p_query), m_token)
 
-    head = _group_word(places, group, 0, GROUP, gl.SliceLayout(1, GATES)) // FOLDS
+    head = _group_word(places, group, 0, GROUP, gl.SliceLayout(1, GATES)) // HEADS
     row = _group_word(places, group, 2, GROUP, gl.SliceLayout(1, GATES)).to(gl.int64)
     o_x = gl.arange(0, XP, gl.SliceLayout(0, GATES))[None, :]
     m_key = (o_x < W) & (row >= 0)[:, None]

@@ -21,10 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from gapless.ops.linear_replay.resident.window.fetch import STAGES, _fetch
 from gapless.ops.linear_replay.resident.window.groups import CHANNEL_GROUP, HEAD_GROUP, SPAN
 from gapless.ops.linear_replay.resident.window.read import _read
+from gapless.ops.linear_replay.resident.window.weigh_channels import _weigh_apart
 
 # of a thread of the second part that reads and of the one that fetches; what remains of 168 for
 # each thread is the first's that reads
 REGISTERS = gl.constexpr((208, 88))
+REGISTERS_APART = gl.constexpr((144, 168, 56))
 
 
 @gluon.jit(do_not_specialize=["zero_entry", "num_items", "scale", "eps"])
@@ -78,6 +80,7 @@ def _resident_window_kernel(
     """Serve every `num_programs`-th item from the program's number on."""
     BV: gl.constexpr = V // 2
     XP: gl.constexpr = 2 * HALF
+    IS_APART: gl.constexpr = IS_PER_CHANNEL
     # lists of ring entries in eights: one place at least has none
     NB: gl.constexpr = N // 8 + 1
     GROUP: gl.constexpr = CHANNEL_GROUP if IS_PER_CHANNEL else HEAD_GROUP
@@ -112,6 +115,7 @@ def _resident_window_kernel(
     i_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     i_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     weighed = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    taken = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     if IS_PER_CHANNEL:
         # of two groups, decayed, by parts of the channels
         smem_x = gl.allocate_shared_memory(gl.float32, [2, 2 * GROUP, XP, K // 2], WIDES)
@@ -142,6 +146,7 @@ def _resident_window_kernel(
         mbarrier.init(w_full.index(i), count=128)
     for i in gl.static_range(2):
         mbarrier.init(weighed.index(i), count=1)
+        mbarrier.init(taken.index(i), count=2)
     mbarrier.init(k_full, count=128)
     mbarrier.init(k_empty, count=2)
     mbarrier.init(i_full, count=128)
@@ -152,33 +157,59 @@ def _resident_window_kernel(
     of_states = (smem_states, full, empty)
     of_windows = (smem_d, smem_x, values, w_full)
     of_folds = (keys, k_full, k_empty)
-    of_weights = (columns, scores, mixed, factors, of_entries, weighed)
+    of_weights = (columns, scores, mixed, factors, of_entries, weighed, taken)
     places = (words, entries, written)
     tokens = (
         (q, q_stride, q_token_stride), (k, k_stride, k_token_stride),
         (beta, beta_stride, beta_token_stride), (log_decay, g_stride, g_token_stride), ancestors,
     )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (_read, (
-                tokens, out, checkpoint, folds, d_ring, k_ring, g_ring, of_states, of_windows,
-                of_folds, inputs, of_weights, facts, places, visits, zero_entry, scale, eps,
-                0, GROUP, NB, W, XP, H, HV, K, V, BV, IS_PER_CHANNEL, HAS_TREE, HAS_NORM, CHAINED,
-                num_warps,
-            )),
-            (_read, (
-                tokens, out, checkpoint, folds, d_ring, k_ring, g_ring, of_states, of_windows,
-                of_folds, inputs, of_weights, facts, places, visits, zero_entry, scale, eps,
-                1, GROUP, NB, W, XP, H, HV, K, V, BV, IS_PER_CHANNEL, HAS_TREE, HAS_NORM, CHAINED,
-                num_warps,
-            )),
-            (_fetch, (
-                tokens, (v, v_stride, v_token_stride), states, folds, d_ring, k_ring, g_ring, order,
-                ring_read, ring_write, fold_mask, read_rows, fold_rows, of_states, of_windows,
-                of_folds, inputs, weighed, places, visits, zero_entry, GROUP, N, NB, W, XP, H, HV,
-                K, V, BV, IS_PER_CHANNEL, HAS_TREE, CHAINED,
-            )),
-        ],
-        [num_warps, 4],
-        REGISTERS,
-    )  # fmt: skip
+    if IS_APART:
+        gl.warp_specialize(
+            [
+                (_read, (
+                    out, checkpoint, d_ring, k_ring, g_ring, of_states, of_windows, of_folds, inputs,
+                    of_weights, places, visits, scale, eps, 0, GROUP, NB, W, XP, H, HV, K, V, BV,
+                    IS_PER_CHANNEL, IS_APART, HAS_TREE, HAS_NORM, CHAINED, num_warps,
+                )),
+                (_read, (
+                    out, checkpoint, d_ring, k_ring, g_ring, of_states, of_windows, of_folds, inputs,
+                    of_weights, places, visits, scale, eps, 1, GROUP, NB, W, XP, H, HV, K, V, BV,
+                    IS_PER_CHANNEL, IS_APART, HAS_TREE, HAS_NORM, CHAINED, num_warps,
+                )),
+                (_weigh_apart, (
+                    tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, visits,
+                    scale, eps, NB, W, XP, H, HV, K, IS_PER_CHANNEL, HAS_TREE, HAS_NORM, CHAINED,
+                )),
+                (_fetch, (
+                    tokens, (v, v_stride, v_token_stride), states, folds, d_ring, k_ring, g_ring, order,
+                    ring_read, ring_write, fold_mask, read_rows, fold_rows, of_states, of_windows,
+                    of_folds, inputs, weighed, places, visits, zero_entry, GROUP, N, NB, W, XP, H, HV,
+                    K, V, BV, IS_PER_CHANNEL, HAS_TREE, CHAINED,
+                )),
+            ],
+            [num_warps, 4, 4],
+            REGISTERS_APART,
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_read, (
+                    out, checkpoint, d_ring, k_ring, g_ring, of_states, of_windows, of_folds, inputs,
+                    of_weights, places, visits, scale, eps, 0, GROUP, NB, W, XP, H, HV, K, V, BV,
+                    IS_PER_CHANNEL, IS_APART, HAS_TREE, HAS_NORM, CHAINED, num_warps,
+                )),
+                (_read, (
+                    out, checkpoint, d_ring, k_ring, g_ring, of_states, of_windows, of_folds, inputs,
+                    of_weights, places, visits, scale, eps, 1, GROUP, NB, W, XP, H, HV, K, V, BV,
+                    IS_PER_CHANNEL, IS_APART, HAS_TREE, HAS_NORM, CHAINED, num_warps,
+                )),
+                (_fetch, (
+                    tokens, (v, v_stride, v_token_stride), states, folds, d_ring, k_ring, g_ring, order,
+                    ring_read, ring_write, fold_mask, read_rows, fold_rows, of_states, of_windows,
+                    of_folds, inputs, weighed, places, visits, zero_entry, GROUP, N, NB, W, XP, H, HV,
+                    K, V, BV, IS_PER_CHANNEL, HAS_TREE, CHAINED,
+                )),
+            ],
+            [num_warps, 4],
+            REGISTERS,
+        )  # fmt: skip

@@ -14,7 +14,6 @@ from gapless.ops.linear_replay.resident.fetch import _place
 from gapless.ops.linear_replay.resident.window.fetch import STAGES, _head_of
 from gapless.ops.linear_replay.resident.window.groups import SPAN
 from gapless.ops.linear_replay.resident.window.weigh import _weigh
-from gapless.ops.linear_replay.resident.window.weigh_channels import _weigh_channels
 
 # key channels of a part of a tile: swizzled vectors of 16 bits begin anew there
 KB = gl.constexpr(64)
@@ -165,12 +164,12 @@ def _store_fold(
 
 @gluon.jit
 def _read(
-    tokens, out, checkpoint, folds, d_ring, k_ring, g_ring, of_states, of_windows, of_folds, inputs,
-    of_weights, facts, places, visits, zero_entry, scale, eps,
+    out, checkpoint, d_ring, k_ring, g_ring, of_states, of_windows, of_folds, inputs,
+    of_weights, places, visits, scale, eps,
     HALF: gl.constexpr, GROUP: gl.constexpr, NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
-    IS_PER_CHANNEL: gl.constexpr, HAS_TREE: gl.constexpr, HAS_NORM: gl.constexpr,
-    CHAINED: gl.constexpr, num_warps: gl.constexpr,
+    IS_PER_CHANNEL: gl.constexpr, IS_APART: gl.constexpr, HAS_TREE: gl.constexpr,
+    HAS_NORM: gl.constexpr, CHAINED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Read all of a program's items: half of their value channels; and weigh every other group."""
     UNITS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1], [16, 8])
@@ -183,7 +182,7 @@ def _read(
     smem_states, full, empty = of_states
     smem_d, smem_x, values, w_full = of_windows
     keys, k_full, k_empty = of_folds
-    columns, scores, mixed, factors, _, weighed = of_weights
+    columns, scores, mixed, factors, _, weighed, _ = of_weights
     columns = columns._reinterpret(gl.float32, [SLOTS, XP], FLAT)
     scores = scores._reinterpret(gl.float32, [SLOTS * NB, XP, 8], PLAIN)
     mixed = mixed._reinterpret(gl.float32, [SLOTS, XP, XP], PLAIN)
@@ -206,22 +205,17 @@ def _read(
         slot = j % SLOTS
         tile = smem_states.index(i)
         mbarrier.wait(w_full.index(w), phase)
-        # By now the other readers are through with the visit before the last, so with all of the
-        # group whose place the next one takes, and have a visit left to read meanwhile.
-        group = (j + 1) // GROUP
-        is_due = ((j % GROUP == GROUP - 1) | (j == 0)) & (group * GROUP < visits[2])
-        if is_due & (group % 2 == HALF):
-            if IS_PER_CHANNEL:
-                _weigh_channels(
-                    tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, group,
-                    scale, eps, NB, W, XP, H, HV, K, HAS_TREE, HAS_NORM,
-                )  # fmt: skip
-            else:
+        if not IS_APART:
+            # By now the other readers are through with the visit before the last, so with all of
+            # the group whose place the next one takes, and have a visit left to read meanwhile.
+            group = (j + 1) // GROUP
+            is_due = ((j % GROUP == GROUP - 1) | (j == 0)) & (group * GROUP < visits[2])
+            if is_due & (group % 2 == HALF):
                 _weigh(
                     k_ring, g_ring, inputs, of_weights, places, group, scale, eps,
                     NB, W, XP, H, HV, K, HAS_TREE, HAS_NORM,
                 )  # fmt: skip
-        mbarrier.wait(weighed.index(j // GROUP % 2), j // (2 * GROUP) & 1)
+        mbarrier.wait(weighed.index(j // GROUP % 2), j // SLOTS & 1)
         of_d, of_scores = (), ()
         for b in gl.static_range(NB):
             right = scores.index((slot // GROUP * NB + b) * GROUP + slot % GROUP)
@@ -246,10 +240,13 @@ def _read(
             )  # fmt: skip
             mbarrier.arrive(k_empty, count=1)
             k_phase ^= 1
-        mbarrier.arrive(empty.index(i), count=1)
-        y = _mix(y * column[None, :] + of_ring, right, zeros, BV, XP, LEFT)
         row = _place(places, j, 2, COLUMNS).to(gl.int64)
         o_written = written.index(j % (2 * SLOTS)).load(COLUMNS).to(gl.int64)
+        # the last of what shared memory has for a visit is read
+        mbarrier.arrive(empty.index(i), count=1)
+        if IS_APART:
+            mbarrier.arrive(of_weights[6].index(j // GROUP % 2), count=1, pred=j % GROUP == GROUP - 1)
+        y = _mix(y * column[None, :] + of_ring, right, zeros, BV, XP, LEFT)
         p_out = out + ((row * W + node) * (HV * V) + head * V)[None, :] + o_v[:, None]
         gl.store(p_out, y.to(out.dtype.element_ty), mask=m_query)
         p_written = d_ring + ((o_written * HV + head) * V)[None, :] + o_v[:, None]

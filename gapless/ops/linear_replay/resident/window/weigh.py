@@ -16,6 +16,7 @@ from gapless.ops.linear_replay.resident.items import barrier
 from gapless.ops.linear_replay.resident.window.groups import (
     FOLDS,
     HEAD_GROUP,
+    HEADS,
     SPAN,
     _before,
     _group_list,
@@ -112,13 +113,13 @@ def _store_tokens(
     GATES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [GROUP, 1], [1, 0])
     o_k = gl.arange(0, K, gl.SliceLayout(0, gl.SliceLayout(1, VECTORS)))[None, None, :]
     o_x = gl.arange(0, XP, gl.SliceLayout(0, COLUMNS))[None, :]
-    head = (_group_word(places, group, 0, GROUP, gl.SliceLayout(1, COLUMNS)) // FOLDS)[:, None]
+    head = (_group_word(places, group, 0, GROUP, gl.SliceLayout(1, COLUMNS)) // HEADS)[:, None]
     written = _group_list(places[2], group, GROUP, XP).load(COLUMNS).to(gl.int64)
     p_keys = (k_ring + (written * H + head // (HV // H)) * K)[:, :, None] + o_k
     m_key = ((o_x < W) & (head % (HV // H) == 0))[:, :, None] & (o_k >= 0)
     gl.store(p_keys, smem_x.load(VECTORS), mask=m_key)
     o_x = gl.arange(0, XP, gl.SliceLayout(0, GATES))[None, :]
-    head = (_group_word(places, group, 0, GROUP, gl.SliceLayout(1, GATES)) // FOLDS)[:, None]
+    head = (_group_word(places, group, 0, GROUP, gl.SliceLayout(1, GATES)) // HEADS)[:, None]
     written = _group_list(places[2], group, GROUP, XP).load(GATES).to(gl.int64)
     gl.store(g_ring + written * HV + head, smem_g.load(GATES), mask=o_x < W)
 
@@ -138,7 +139,7 @@ def _weigh(
     ROWS: gl.constexpr = gl.SliceLayout(2, SQUARE)
     COLUMNS: gl.constexpr = gl.SliceLayout(1, SQUARE)
     smem_keys, smem_g, full, empty, smem_x, gates, smem_bits = inputs
-    columns, scores, mixed, factors, decays, weighed = of_weights
+    columns, scores, mixed, factors, decays, weighed, _ = of_weights
     i = group % 2
     mbarrier.wait(full, group & 1)
     _store_decays(smem_g, places, group, decays, NB)

@@ -13,14 +13,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_wait
 
 from gapless.ops.linear_replay.arithmetic import _decay, _exact_decay, _head
 from gapless.ops.linear_replay.resident.fetch import _place
 from gapless.ops.linear_replay.resident.items import _pairs, _unpacked, barrier
 from gapless.ops.linear_replay.resident.window.groups import (
     CHANNEL_GROUP,
+    HEAD_GROUP,
     FOLDS,
-    _before,
+    HEADS,
     _group_list,
     _group_word,
 )
@@ -30,6 +32,7 @@ from gapless.ops.linear_replay.resident.window.weigh import (
     _stacked,
     _store_solved,
     _unstacked,
+    _weigh,
 )
 from gapless.ops.linear_replay.window_scores_kernel import _is_above
 
@@ -87,50 +90,74 @@ def _rows_of(vectors, WALK: gl.constexpr):
 
 
 @gluon.jit
-def _take_tokens(
-    tokens, k_ring, g_ring, facts,
-    W: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, WALK: gl.constexpr,
+def _load_tokens(
+    tokens, facts,
+    W: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, PAIRS: gl.constexpr,
+    VECTOR: gl.constexpr,
 ):  # fmt: skip
-    """Return a window's columns [PARTS, 8, KB], and of each node its key and decay [PARTS, KB]; and
-    put keys and decays into the rings."""
-    VECTOR: gl.constexpr = gl.SliceLayout(1, WALK)
-    PAIRS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [PARTS, 1], [1, 0])
-    OF_VECTOR: gl.constexpr = gl.SliceLayout(1, VECTOR)
+    """Load a window's keys and queries, in pairs [PARTS, KB / 2], and decays [PARTS, KB]."""
     OF_PAIRS: gl.constexpr = gl.SliceLayout(1, PAIRS)
+    OF_VECTOR: gl.constexpr = gl.SliceLayout(1, VECTOR)
     q, q_stride, q_token_stride = tokens[0]
     k, k_stride, k_token_stride = tokens[1]
     log_decay, g_stride, g_token_stride = tokens[3]
-    # all is asked for before the first is needed
     o_pair = gl.arange(0, KB // 2, gl.SliceLayout(0, PAIRS))[None, :]
-    head, row = _fact(facts, HEAD, OF_PAIRS) // FOLDS, _fact(facts, ROW, OF_PAIRS).to(gl.int64)
-    first = gl.arange(0, PARTS, OF_PAIRS) // GROUP * KB
-    channel = head // (HV // H) * K + first
-    key_pairs, query_pairs, decays = (), (), ()
+    channel, row = _key_channel(facts, H, HV, K, OF_PAIRS), _fact(facts, ROW, OF_PAIRS).to(gl.int64)
+    keys, queries, decays = (), (), ()
     for n in gl.static_range(W):
         p_key = k + (row * k_stride + n * k_token_stride + channel)
-        key_pairs = key_pairs + (gl.load(_pairs(p_key)[:, None] + o_pair),)
+        keys = keys + (gl.load(_pairs(p_key)[:, None] + o_pair),)
         p_query = q + (row * q_stride + n * q_token_stride + channel)
-        query_pairs = query_pairs + (gl.load(_pairs(p_query)[:, None] + o_pair),)
+        queries = queries + (gl.load(_pairs(p_query)[:, None] + o_pair),)
     o_k = gl.arange(0, KB, gl.SliceLayout(0, VECTOR))[None, :]
-    g_head, g_row = _fact(facts, HEAD, OF_VECTOR) // FOLDS, _fact(facts, ROW, OF_VECTOR)
-    g_channel = g_head * K + gl.arange(0, PARTS, OF_VECTOR) // GROUP * KB
+    channel, row = _key_channel(facts, HV, HV, K, OF_VECTOR), _fact(facts, ROW, OF_VECTOR)
     for n in gl.static_range(W):
-        p_g = log_decay + (g_row.to(gl.int64) * g_stride + n * g_token_stride + g_channel)
+        p_g = log_decay + (row.to(gl.int64) * g_stride + n * g_token_stride + channel)
         decays = decays + (gl.load(p_g[:, None] + o_k).to(gl.float32),)
-    m_key = (head % (HV // H) == 0)[:, None] & (o_pair >= 0)
-    for n in gl.static_range(W):
+    return keys, queries, decays
+
+
+@gluon.jit
+def _key_channel(
+    facts, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Return where the channels of each part begin among those of H heads."""
+    head = _fact(facts, HEAD, LAYOUT) // HEADS
+    return head // (HV // H) * K + gl.arange(0, PARTS, LAYOUT) // GROUP * KB
+
+
+@gluon.jit
+def _store_tokens(
+    k_ring, g_ring, keys, decays, facts,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, PAIRS: gl.constexpr, VECTOR: gl.constexpr,
+):  # fmt: skip
+    """Put keys and decays into the rings."""
+    OF_PAIRS: gl.constexpr = gl.SliceLayout(1, PAIRS)
+    OF_VECTOR: gl.constexpr = gl.SliceLayout(1, VECTOR)
+    o_pair = gl.arange(0, KB // 2, gl.SliceLayout(0, PAIRS))[None, :]
+    o_k = gl.arange(0, KB, gl.SliceLayout(0, VECTOR))[None, :]
+    m_key = (_fact(facts, HEAD, OF_PAIRS) // HEADS % (HV // H) == 0)[:, None] & (o_pair >= 0)
+    for n in gl.static_range(len(keys)):
         written = _fact(facts, WRITTEN + n, OF_PAIRS).to(gl.int64)
-        p_key = k_ring + (written * (H * K) + channel)
-        gl.store(_pairs(p_key)[:, None] + o_pair, key_pairs[n], mask=m_key)
+        p_key = k_ring + (written * (H * K) + _key_channel(facts, H, HV, K, OF_PAIRS))
+        gl.store(_pairs(p_key)[:, None] + o_pair, keys[n], mask=m_key)
         written = _fact(facts, WRITTEN + n, OF_VECTOR).to(gl.int64)
-        gl.store((g_ring + (written * (HV * K) + g_channel))[:, None] + o_k, decays[n])
-    keys, queries, rest = (), (), ()
-    for n in gl.static_range(W):
-        keys = keys + (_floats(key_pairs[n], VECTOR),)
-        queries = queries + (_floats(query_pairs[n], VECTOR),)
-    for _ in gl.static_range(4 - W):
+        p_g = g_ring + (written * (HV * K) + _key_channel(facts, HV, HV, K, OF_VECTOR))
+        gl.store(p_g[:, None] + o_k, decays[n])
+
+
+@gluon.jit
+def _columns(keys, queries, WALK: gl.constexpr):
+    """Return a window's columns [PARTS, 8, KB], and its nodes' keys [PARTS, KB], as they were
+    read."""
+    VECTOR: gl.constexpr = gl.SliceLayout(1, WALK)
+    b_keys, b_queries, rest = (), (), ()
+    for n in gl.static_range(len(keys)):
+        b_keys = b_keys + (_floats(keys[n], VECTOR),)
+        b_queries = b_queries + (_floats(queries[n], VECTOR),)
+    for _ in gl.static_range(4 - len(keys)):
         rest = rest + (gl.zeros([PARTS, KB], gl.float32, VECTOR),)
-    return _rows_of(keys + rest + queries + rest, WALK), keys, decays
+    return _rows_of(b_keys + rest + b_queries + rest, WALK), b_keys
 
 
 @gluon.jit
@@ -150,35 +177,52 @@ def _summed(sums, n: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def _vectors_of(rows, WALK: gl.constexpr):
+    """Return [PARTS, 8, KB] as eight [PARTS, KB]."""
+    VECTOR: gl.constexpr = gl.SliceLayout(1, WALK)
+    a, b = gl.split(gl.permute(gl.reshape(rows, [PARTS, 2, 2, 2, KB]), [0, 4, 3, 2, 1]))
+    vectors = ()
+    for i in gl.static_range(2):
+        c, d = gl.split(a if i == 0 else b)
+        for n in gl.static_range(2):
+            e, f = gl.split(c if n == 0 else d)
+            vectors = vectors + (gl.convert_layout(e, VECTOR, assert_trivial=True),)
+            vectors = vectors + (gl.convert_layout(f, VECTOR, assert_trivial=True),)
+    return vectors
+
+
+@gluon.jit
 def _store_decayed(
-    smem_keys, smem_g, folds, facts, is_folding, NB: gl.constexpr, K: gl.constexpr,
+    smem_keys, smem_g, folds, facts, num_live, is_folding, NB: gl.constexpr, K: gl.constexpr,
     WALK: gl.constexpr,
 ):  # fmt: skip
     """Put ring keys, decayed to where the ring ends, in the place of decays, and store for items
     that fold what `fetch.py` asks for: in the first place, which is none's, the state's decay, and
     keys that decay up to the newest that is folded; return what the state decays by."""
     VECTOR: gl.constexpr = gl.SliceLayout(1, WALK)
-    ENTRIES: gl.constexpr = gl.SliceLayout(2, WALK)
+    PART: gl.constexpr = gl.SliceLayout(1, VECTOR)
     o_k = gl.arange(0, KB, gl.SliceLayout(0, VECTOR))[None, :]
+    num_folded = (_fact(facts, HEAD, PART) % FOLDS)[:, None]
+    p_fold = folds + (_fold_channel(NB, K, PART)[:, None] + o_k)
     since = gl.zeros([PARTS, KB], gl.float32, VECTOR)
     fold_since = since
-    num_folded = (_fact(facts, HEAD, gl.SliceLayout(1, ENTRIES)) % FOLDS)[:, None]
     for b in gl.static_range(NB):
-        g = smem_g.index(b).load(WALK)
-        key = smem_keys.index(b).load(WALK).to(gl.float32)
-        smem_g.index(b).store(key * _decay(_before(g, 1) + since[:, None, :]))
-        since += gl.sum(g, 1)
-        if is_folding:
-            o_place = 8 * b + gl.arange(0, 8, gl.SliceLayout(0, ENTRIES))[None, :]
-            m_fold = (8 * NB - 1 - o_place < num_folded)[:, :, None] & (o_k >= 0)[:, None, :]
-            g = gl.where(m_fold, g, 0.0)
-            key *= _decay(_before(g, 1) + fold_since[:, None, :])
-            p_key = folds + (_fold_channel(NB, K, gl.SliceLayout(1, ENTRIES))[:, None] + o_place * K)
-            gl.store(p_key[:, :, None] + o_k[:, None, :], key, mask=m_fold)
-            fold_since += gl.sum(g, 1)
+        if num_live > 8 * (NB - 1 - b):
+            g = _vectors_of(smem_g.index(b).load(WALK), WALK)
+            keys = _vectors_of(smem_keys.index(b).load(WALK).to(gl.float32), WALK)
+            decayed = ()
+            for n in gl.static_range(8):
+                decayed = decayed + (keys[n] * _decay(since),)
+                since += g[n]
+            smem_g.index(b).store(_rows_of(decayed, WALK))
+            if is_folding:
+                for n in gl.static_range(8):
+                    m_fold = (8 * (NB - b) - 1 - n < num_folded) & (o_k >= 0)
+                    p_key = p_fold + (8 * b + n) * K
+                    gl.store(p_key, keys[n] * _decay(fold_since), mask=m_fold)
+                    fold_since += gl.where(m_fold, g[n], 0.0)
     if is_folding:
-        p_state = folds + _fold_channel(NB, K, gl.SliceLayout(1, VECTOR))
-        gl.store(p_state[:, None] + o_k, _exact_decay(fold_since))
+        gl.store(p_fold, _exact_decay(fold_since))
     return _decay(since)
 
 
@@ -190,7 +234,10 @@ def _fold_channel(NB: gl.constexpr, K: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _scores(smem_keys, smem_g, smem_x, NB: gl.constexpr, HAS_NORM: gl.constexpr, SQUARE: gl.constexpr):
+def _scores(
+    smem_keys, smem_g, smem_x, num_live,
+    NB: gl.constexpr, HAS_NORM: gl.constexpr, SQUARE: gl.constexpr,
+):  # fmt: skip
     """Return of each block of entries what parts count for in each column [PARTS, 8, 8], and what
     their keys' squares sum up to [PARTS, 8]."""
     UNITS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [PARTS, 1, 1], [1, 16, 8])
@@ -208,18 +255,21 @@ def _scores(smem_keys, smem_g, smem_x, NB: gl.constexpr, HAS_NORM: gl.constexpr,
     left = _stacked(head, x - head, LEFT)
     found, squares = (), ()
     for b in gl.static_range(NB):
-        right = smem_g.index(b).permute([0, 2, 1]).load(RIGHT)
-        head = _head(right)
-        sums = mma_v2(left, right - head, zeros, input_precision="tf32")
-        sums = mma_v2(left, head, sums, input_precision="tf32")
-        of_heads, of_rests = _unstacked(sums, SQUARE)
-        found = found + (of_heads + of_rests,)
+        score = gl.zeros([PARTS, 8, 8], gl.float32, SQUARE)
         square = gl.zeros([PARTS, 8], gl.float32, COLUMNS)
-        if HAS_NORM:
-            right = smem_keys.index(b).permute([0, 2, 1]).load(SHORT_RIGHT)
-            key = gl.permute(right, [0, 2, 1])
-            sums, _ = _unstacked(mma_v2(_stacked(key, key, SHORT_LEFT), right, zeros), SQUARE)
-            square = gl.sum(gl.where(o_row == o_column, sums, 0.0), 1)
+        if num_live > 8 * (NB - 1 - b):
+            decayed = smem_g.index(b).permute([0, 2, 1]).load(RIGHT)
+            decayed_head = _head(decayed)
+            sums = mma_v2(left, decayed - decayed_head, zeros, input_precision="tf32")
+            sums += mma_v2(left, decayed_head, zeros, input_precision="tf32")
+            of_heads, of_rests = _unstacked(sums, SQUARE)
+            score = of_heads + of_rests
+            if HAS_NORM:
+                right = smem_keys.index(b).permute([0, 2, 1]).load(SHORT_RIGHT)
+                key = _stacked(gl.permute(right, [0, 2, 1]), gl.permute(right, [0, 2, 1]), SHORT_LEFT)
+                products, _ = _unstacked(mma_v2(key, right, zeros), SQUARE)
+                square = gl.sum(gl.where(o_row == o_column, products, 0.0), 1)
+        found = found + (score,)
         squares = squares + (square,)
     return found, squares
 
@@ -239,19 +289,23 @@ def _weigh_channels(
     SQUARE: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [2, 2, 1], [2, 1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(2, SQUARE)
     COLUMNS: gl.constexpr = gl.SliceLayout(1, SQUARE)
+    VECTOR: gl.constexpr = gl.SliceLayout(1, WALK)
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [PARTS, 1], [1, 0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     SUMS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
     smem_keys, smem_g, full, empty = inputs
-    columns, scores, mixed, factors, _, weighed = of_weights
+    columns, scores, mixed, factors, _, weighed, _ = of_weights
     beta, beta_stride, beta_token_stride = tokens[2]
     ancestors = tokens[4]
     i = group % 2
+    mbarrier.wait(full, group & 1)
     _store_facts(facts, places, group, XP)
-    x, keys, decays = _take_tokens(tokens, k_ring, g_ring, facts, W, H, HV, K, WALK)
+    # all is asked for before the first is needed
+    keys, queries, decays = _load_tokens(tokens, facts, W, H, HV, K, PAIRS, VECTOR)
     o_row = gl.arange(0, XP, gl.SliceLayout(0, ROWS))[None, :]
     o_column = gl.arange(0, XP, gl.SliceLayout(0, COLUMNS))[None, :]
-    head = _group_word(places, group, 0, GROUP, gl.SliceLayout(1, COLUMNS)) // FOLDS
+    head = _group_word(places, group, 0, GROUP, gl.SliceLayout(1, COLUMNS)) // HEADS
     row = _group_word(places, group, 2, GROUP, gl.SliceLayout(1, COLUMNS)).to(gl.int64)
     p_beta = beta + ((row * beta_stride + head)[:, None] + o_column * beta_token_stride)
     b_beta = gl.load(p_beta, mask=(o_column < W) & (row >= 0)[:, None], other=0).to(gl.float32)
@@ -265,19 +319,25 @@ def _weigh_channels(
         part_row = _fact(facts, ROW, gl.SliceLayout(1, gl.SliceLayout(2, WALK))).to(gl.int64)
         p_bits = _pairs(ancestors) + (part_row[:, None] * W + node) * 2
         bits = gl.load(p_bits, mask=(node < W) & (part_row >= 0)[:, None], other=0)
+    first, second = _item_word(places, group, 0), _item_word(places, group, 1)
+    is_folding = first % FOLDS + second % FOLDS != 0
+    num_live = gl.maximum(first // FOLDS % FOLDS, second // FOLDS % FOLDS)
+    state_decay = _store_decayed(
+        smem_keys, smem_g, folds + i * (GROUP * 8 * NB * K), facts, num_live, is_folding, NB, K,
+        WALK,
+    )  # fmt: skip
+    _store_tokens(k_ring, g_ring, keys, decays, facts, H, HV, K, PAIRS, VECTOR)
+    x, keys = _columns(keys, queries, WALK)
     exponents = gl.zeros([PARTS, XP, KB], gl.float32, WALK)
     for n in gl.static_range(W):
         is_above = _is_above(bits, node, n, HAS_TREE)[:, :, None]
         exponents += gl.where(is_above, decays[n][:, None, :], 0.0)
     decayed = x * _decay(exponents)
     smem_x.index(i).store(decayed)
-    mbarrier.wait(full, group & 1)
-    is_folding = _folds(places, group, 0) + _folds(places, group, 1) != 0
-    state_decay = _store_decayed(
-        smem_keys, smem_g, folds + i * (GROUP * 8 * NB * K), facts, is_folding, NB, K, WALK
-    )
     barrier()
-    found, squares = _scores(smem_keys, smem_g, smem_x.index(i), NB, HAS_NORM, PART_SQUARE)
+    found, squares = _scores(
+        smem_keys, smem_g, smem_x.index(i), num_live, NB, HAS_NORM, PART_SQUARE
+    )
     barrier()
     # all of the inputs has been read, and sums take their place
     smem_x.index(i).store(decayed * state_decay[:, None, :])
@@ -333,7 +393,32 @@ def _weigh_channels(
 
 
 @gluon.jit
-def _folds(places, group, item: gl.constexpr):
-    """Return how many entries an item of a group folds."""
+def _item_word(places, group, item: gl.constexpr):
+    """Return the first word of an item of a group."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.sum(_place(places, group * GROUP + item, 0, LAYOUT), 0) % FOLDS
+    return gl.sum(_place(places, group * GROUP + item, 0, LAYOUT), 0)
+
+
+@gluon.jit
+def _weigh_apart(
+    tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, visits, scale, eps,
+    NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
+    K: gl.constexpr, IS_PER_CHANNEL: gl.constexpr, HAS_TREE: gl.constexpr, HAS_NORM: gl.constexpr,
+    CHAINED: gl.constexpr,
+):  # fmt: skip
+    """Weigh all of a program's groups."""
+    SIZE: gl.constexpr = CHANNEL_GROUP if IS_PER_CHANNEL else HEAD_GROUP
+    if CHAINED:
+        gdc_wait()
+    for group in range(0, (visits[2] + SIZE - 1) // SIZE):
+        mbarrier.wait(of_weights[6].index(group % 2), (group // 2 + 1) & 1)
+        if IS_PER_CHANNEL:
+            _weigh_channels(
+                tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, group,
+                scale, eps, NB, W, XP, H, HV, K, HAS_TREE, HAS_NORM,
+            )  # fmt: skip
+        else:
+            _weigh(
+                k_ring, g_ring, inputs, of_weights, places, group, scale, eps,
+                NB, W, XP, H, HV, K, HAS_TREE, HAS_NORM,
+            )  # fmt: skip
