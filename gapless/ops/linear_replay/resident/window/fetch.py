@@ -188,8 +188,8 @@ def _fetch_window(
 @gluon.jit
 def _fetch(
     tokens, v, states, folds, d_ring, k_ring, g_ring, order, ring_read, ring_write, fold_mask,
-    read_rows, fold_rows, of_states, of_windows, of_folds, inputs, weighed, places, visits,
-    zero_entry,
+    read_rows, fold_rows, of_states, of_windows, of_folds, inputs, weighed, places, placed,
+    visits, zero_entry,
     GROUP: gl.constexpr, N: gl.constexpr, NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
     IS_PER_CHANNEL: gl.constexpr, HAS_TREE: gl.constexpr, CHAINED: gl.constexpr,
@@ -205,6 +205,7 @@ def _fetch(
         zero_entry, CHUNK, N, NB, W, XP, HV, PLACES,
     )  # fmt: skip
     _store_places(found, places, 0)
+    mbarrier.arrive(placed, count=1)
     (_fetch_group_channels if IS_PER_CHANNEL else _fetch_group_ring)(
         k_ring, g_ring, inputs, places, 0, zero_entry, NB, GROUP, H, HV, K
     )
@@ -224,6 +225,7 @@ def _fetch(
         if j % CHUNK == GROUP:
             # before the first group of the next chunk is asked for
             _store_places(found, places, j + GROUP)
+            mbarrier.arrive(placed, count=1)
             found = _load_places(
                 order, ring_read, ring_write, read_rows, fold_mask, fold_rows, j + GROUP + CHUNK,
                 first, step, count, zero_entry, CHUNK, N, NB, W, XP, HV, PLACES,

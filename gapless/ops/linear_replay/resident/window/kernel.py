@@ -17,16 +17,44 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_wait
 
 from gapless.ops.linear_replay.resident.window.fetch import STAGES, _fetch
 from gapless.ops.linear_replay.resident.window.groups import CHANNEL_GROUP, HEAD_GROUP, SPAN
 from gapless.ops.linear_replay.resident.window.read import _read
-from gapless.ops.linear_replay.resident.window.weigh_channels import _weigh_apart
+from gapless.ops.linear_replay.resident.window.weigh import _weigh_heads
+from gapless.ops.linear_replay.resident.window.weigh_channels import _weigh_channels
 
 # of a thread of the second part that reads and of the one that fetches; what remains of 168 for
 # each thread is the first's that reads
-REGISTERS = gl.constexpr((208, 88))
-REGISTERS_APART = gl.constexpr((144, 168, 56))
+REGISTERS = gl.constexpr((144, 168, 56))
+
+
+@gluon.jit
+def _weigh(
+    tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, placed, visits, scale,
+    eps, GROUP: gl.constexpr, NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr,
+    HV: gl.constexpr, K: gl.constexpr, IS_PER_CHANNEL: gl.constexpr, HAS_TREE: gl.constexpr,
+    HAS_NORM: gl.constexpr, CHAINED: gl.constexpr,
+):  # fmt: skip
+    """Weigh all of a program's groups."""
+    taken = of_weights[6]
+    if CHAINED:
+        gdc_wait()
+    for group in range(0, (visits[2] + GROUP - 1) // GROUP):
+        if group % 2 == 0:
+            mbarrier.wait(placed, group // 2 & 1)
+        mbarrier.wait(taken.index(group % 2), (group // 2 + 1) & 1)
+        if IS_PER_CHANNEL:
+            _weigh_channels(
+                tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, group,
+                scale, eps, NB, W, XP, H, HV, K, HAS_TREE, HAS_NORM,
+            )  # fmt: skip
+        else:
+            _weigh_heads(
+                k_ring, g_ring, inputs, of_weights, places, group, scale, eps,
+                NB, W, XP, H, HV, K, HAS_TREE, HAS_NORM,
+            )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["zero_entry", "num_items", "scale", "eps"])
@@ -80,7 +108,6 @@ def _resident_window_kernel(
     """Serve every `num_programs`-th item from the program's number on."""
     BV: gl.constexpr = V // 2
     XP: gl.constexpr = 2 * HALF
-    IS_APART: gl.constexpr = IS_PER_CHANNEL
     # lists of ring entries in eights: one place at least has none
     NB: gl.constexpr = N // 8 + 1
     GROUP: gl.constexpr = CHANNEL_GROUP if IS_PER_CHANNEL else HEAD_GROUP
@@ -112,6 +139,7 @@ def _resident_window_kernel(
     w_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    placed = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     i_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     i_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     weighed = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
@@ -149,6 +177,7 @@ def _resident_window_kernel(
         mbarrier.init(taken.index(i), count=2)
     mbarrier.init(k_full, count=128)
     mbarrier.init(k_empty, count=2)
+    mbarrier.init(placed, count=1)
     mbarrier.init(i_full, count=128)
     mbarrier.init(i_empty, count=1)
     first, step = gl.program_id(0), gl.num_programs(0)
@@ -163,53 +192,28 @@ def _resident_window_kernel(
         (q, q_stride, q_token_stride), (k, k_stride, k_token_stride),
         (beta, beta_stride, beta_token_stride), (log_decay, g_stride, g_token_stride), ancestors,
     )  # fmt: skip
-    if IS_APART:
-        gl.warp_specialize(
-            [
-                (_read, (
-                    out, checkpoint, d_ring, k_ring, g_ring, of_states, of_windows, of_folds, inputs,
-                    of_weights, places, visits, scale, eps, 0, GROUP, NB, W, XP, H, HV, K, V, BV,
-                    IS_PER_CHANNEL, IS_APART, HAS_TREE, HAS_NORM, CHAINED, num_warps,
-                )),
-                (_read, (
-                    out, checkpoint, d_ring, k_ring, g_ring, of_states, of_windows, of_folds, inputs,
-                    of_weights, places, visits, scale, eps, 1, GROUP, NB, W, XP, H, HV, K, V, BV,
-                    IS_PER_CHANNEL, IS_APART, HAS_TREE, HAS_NORM, CHAINED, num_warps,
-                )),
-                (_weigh_apart, (
-                    tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, visits,
-                    scale, eps, NB, W, XP, H, HV, K, IS_PER_CHANNEL, HAS_TREE, HAS_NORM, CHAINED,
-                )),
-                (_fetch, (
-                    tokens, (v, v_stride, v_token_stride), states, folds, d_ring, k_ring, g_ring, order,
-                    ring_read, ring_write, fold_mask, read_rows, fold_rows, of_states, of_windows,
-                    of_folds, inputs, weighed, places, visits, zero_entry, GROUP, N, NB, W, XP, H, HV,
-                    K, V, BV, IS_PER_CHANNEL, HAS_TREE, CHAINED,
-                )),
-            ],
-            [num_warps, 4, 4],
-            REGISTERS_APART,
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_read, (
-                    out, checkpoint, d_ring, k_ring, g_ring, of_states, of_windows, of_folds, inputs,
-                    of_weights, places, visits, scale, eps, 0, GROUP, NB, W, XP, H, HV, K, V, BV,
-                    IS_PER_CHANNEL, IS_APART, HAS_TREE, HAS_NORM, CHAINED, num_warps,
-                )),
-                (_read, (
-                    out, checkpoint, d_ring, k_ring, g_ring, of_states, of_windows, of_folds, inputs,
-                    of_weights, places, visits, scale, eps, 1, GROUP, NB, W, XP, H, HV, K, V, BV,
-                    IS_PER_CHANNEL, IS_APART, HAS_TREE, HAS_NORM, CHAINED, num_warps,
-                )),
-                (_fetch, (
-                    tokens, (v, v_stride, v_token_stride), states, folds, d_ring, k_ring, g_ring, order,
-                    ring_read, ring_write, fold_mask, read_rows, fold_rows, of_states, of_windows,
-                    of_folds, inputs, weighed, places, visits, zero_entry, GROUP, N, NB, W, XP, H, HV,
-                    K, V, BV, IS_PER_CHANNEL, HAS_TREE, CHAINED,
-                )),
-            ],
-            [num_warps, 4],
-            REGISTERS,
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_read, (
+                out, checkpoint, d_ring, of_states, of_windows, of_folds, of_weights, places, visits,
+                0, GROUP, NB, W, XP, HV, K, V, BV, IS_PER_CHANNEL, CHAINED, num_warps,
+            )),
+            (_read, (
+                out, checkpoint, d_ring, of_states, of_windows, of_folds, of_weights, places, visits,
+                1, GROUP, NB, W, XP, HV, K, V, BV, IS_PER_CHANNEL, CHAINED, num_warps,
+            )),
+            (_weigh, (
+                tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, placed,
+                visits, scale, eps, GROUP, NB, W, XP, H, HV, K, IS_PER_CHANNEL, HAS_TREE, HAS_NORM,
+                CHAINED,
+            )),
+            (_fetch, (
+                tokens, (v, v_stride, v_token_stride), states, folds, d_ring, k_ring, g_ring, order,
+                ring_read, ring_write, fold_mask, read_rows, fold_rows, of_states, of_windows,
+                of_folds, inputs, weighed, places, placed, visits, zero_entry, GROUP, N, NB, W, XP,
+                H, HV, K, V, BV, IS_PER_CHANNEL, HAS_TREE, CHAINED,
+            )),
+        ],
+        [num_warps, 4, 4],
+        REGISTERS,
+    )  # fmt: skip

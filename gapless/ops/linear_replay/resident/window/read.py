@@ -13,7 +13,6 @@ from gapless.ops.linear_replay.arithmetic import _cut, _head
 from gapless.ops.linear_replay.resident.fetch import _place
 from gapless.ops.linear_replay.resident.window.fetch import STAGES, _head_of
 from gapless.ops.linear_replay.resident.window.groups import SPAN
-from gapless.ops.linear_replay.resident.window.weigh import _weigh
 
 # key channels of a part of a tile: swizzled vectors of 16 bits begin anew there
 KB = gl.constexpr(64)
@@ -164,14 +163,12 @@ def _store_fold(
 
 @gluon.jit
 def _read(
-    out, checkpoint, d_ring, k_ring, g_ring, of_states, of_windows, of_folds, inputs,
-    of_weights, places, visits, scale, eps,
+    out, checkpoint, d_ring, of_states, of_windows, of_folds, of_weights, places, visits,
     HALF: gl.constexpr, GROUP: gl.constexpr, NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
-    IS_PER_CHANNEL: gl.constexpr, IS_APART: gl.constexpr, HAS_TREE: gl.constexpr,
-    HAS_NORM: gl.constexpr, CHAINED: gl.constexpr, num_warps: gl.constexpr,
+    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
+    IS_PER_CHANNEL: gl.constexpr, CHAINED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Read all of a program's items: half of their value channels; and weigh every other group."""
+    """Read all of a program's items: half of their value channels."""
     UNITS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, UNITS, 1)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, UNITS, 1)
@@ -182,7 +179,7 @@ def _read(
     smem_states, full, empty = of_states
     smem_d, smem_x, values, w_full = of_windows
     keys, k_full, k_empty = of_folds
-    columns, scores, mixed, factors, _, weighed, _ = of_weights
+    columns, scores, mixed, factors, _, weighed, taken = of_weights
     columns = columns._reinterpret(gl.float32, [SLOTS, XP], FLAT)
     scores = scores._reinterpret(gl.float32, [SLOTS * NB, XP, 8], PLAIN)
     mixed = mixed._reinterpret(gl.float32, [SLOTS, XP, XP], PLAIN)
@@ -205,16 +202,6 @@ def _read(
         slot = j % SLOTS
         tile = smem_states.index(i)
         mbarrier.wait(w_full.index(w), phase)
-        if not IS_APART:
-            # By now the other readers are through with the visit before the last, so with all of
-            # the group whose place the next one takes, and have a visit left to read meanwhile.
-            group = (j + 1) // GROUP
-            is_due = ((j % GROUP == GROUP - 1) | (j == 0)) & (group * GROUP < visits[2])
-            if is_due & (group % 2 == HALF):
-                _weigh(
-                    k_ring, g_ring, inputs, of_weights, places, group, scale, eps,
-                    NB, W, XP, H, HV, K, HAS_TREE, HAS_NORM,
-                )  # fmt: skip
         mbarrier.wait(weighed.index(j // GROUP % 2), j // SLOTS & 1)
         of_d, of_scores = (), ()
         for b in gl.static_range(NB):
@@ -244,8 +231,7 @@ def _read(
         o_written = written.index(j % (2 * SLOTS)).load(COLUMNS).to(gl.int64)
         # the last of what shared memory has for a visit is read
         mbarrier.arrive(empty.index(i), count=1)
-        if IS_APART:
-            mbarrier.arrive(of_weights[6].index(j // GROUP % 2), count=1, pred=j % GROUP == GROUP - 1)
+        mbarrier.arrive(taken.index(j // GROUP % 2), count=1, pred=j % GROUP == GROUP - 1)
         y = _mix(y * column[None, :] + of_ring, right, zeros, BV, XP, LEFT)
         p_out = out + ((row * W + node) * (HV * V) + head * V)[None, :] + o_v[:, None]
         gl.store(p_out, y.to(out.dtype.element_ty), mask=m_query)

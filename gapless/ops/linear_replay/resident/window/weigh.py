@@ -125,7 +125,7 @@ def _store_tokens(
 
 
 @gluon.jit
-def _weigh(
+def _weigh_heads(
     k_ring, g_ring, inputs, of_weights, places, group, scale, eps,
     NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
     K: gl.constexpr, HAS_TREE: gl.constexpr, HAS_NORM: gl.constexpr,

@@ -13,14 +13,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.extra.cuda import gdc_wait
 
 from gapless.ops.linear_replay.arithmetic import _decay, _exact_decay, _head
 from gapless.ops.linear_replay.resident.fetch import _place
 from gapless.ops.linear_replay.resident.items import _pairs, _unpacked, barrier
 from gapless.ops.linear_replay.resident.window.groups import (
     CHANNEL_GROUP,
-    HEAD_GROUP,
     FOLDS,
     HEADS,
     _group_list,
@@ -32,7 +30,6 @@ from gapless.ops.linear_replay.resident.window.weigh import (
     _stacked,
     _store_solved,
     _unstacked,
-    _weigh,
 )
 from gapless.ops.linear_replay.window_scores_kernel import _is_above
 
@@ -168,12 +165,40 @@ def _halved(x, LANES: gl.constexpr):
 
 
 @gluon.jit
-def _summed(sums, n: gl.constexpr, COLUMNS: gl.constexpr):
-    """Return sums over all channels [GROUP, 8] of what parts' threads have stored."""
+def _summed(smem_sums, tile, COLUMNS: gl.constexpr):
+    """Return sums over all channels [GROUP, 8] of a tile of what parts' threads have stored."""
     # a thread has 4 lanes' sums of 2 columns, and has in the end what COLUMNS says
     LANES: gl.constexpr = gl.BlockedLayout([1, 2, 4], [1, 4, 8], [2, 2, 1], [1, 2, 0])
-    x = sums.index(2 * n).load(LANES) + sums.index(2 * n + 1).load(LANES)
+    SUMS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
+    sums = smem_sums._reinterpret(gl.float32, [8, GROUP, 8, KB // 2], SUMS)
+    x = sums.index(2 * tile).load(LANES) + sums.index(2 * tile + 1).load(LANES)
     return gl.convert_layout(gl.sum(x, 2), COLUMNS, assert_trivial=True)
+
+
+@gluon.jit
+def _sums(x, keys, decays, bits, node, smem_x, i, COLUMNS: gl.constexpr, HAS_TREE: gl.constexpr):
+    """Return the columns' squares [GROUP, 8], what columns read of each node's key, node by node
+    from the last, and the columns decayed from where the ring ends [PARTS, 8, KB]."""
+    LANES: gl.constexpr = gl.BlockedLayout([1, 8, 1], [1, 1, 32], [PARTS, 1, 1], [2, 1, 0])
+    SUMS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
+    # threads' sums go where the columns will be, two tiles at a time
+    smem_sums = smem_x._reinterpret(gl.float32, [4, PARTS, 8, KB // 2], SUMS)
+    smem_sums.index(2 * i).store(_halved(x * x, LANES))
+    sums = ()
+    for n in gl.static_range(len(keys) - 1, -1, -1):
+        tile = 2 * i + (len(keys) - n) % 2
+        smem_sums.index(tile).store(_halved(x * keys[n][:, None, :], LANES))
+        is_above = _is_above(bits, node, n, HAS_TREE)[:, :, None]
+        x *= gl.where(is_above, _decay(decays[n])[:, None, :], 1.0)
+        if (len(keys) - n) % 2 == 1:
+            barrier()
+            sums = sums + (_summed(smem_x, 2 * i, COLUMNS), _summed(smem_x, 2 * i + 1, COLUMNS))
+            barrier()
+    if len(keys) % 2 == 0:
+        barrier()
+        sums = sums + (_summed(smem_x, 2 * i, COLUMNS),)
+        barrier()
+    return sums, x
 
 
 @gluon.jit
@@ -275,31 +300,18 @@ def _scores(
 
 
 @gluon.jit
-def _weigh_channels(
-    tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, group, scale, eps,
-    NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
-    K: gl.constexpr, HAS_TREE: gl.constexpr, HAS_NORM: gl.constexpr,
+def _weigh_window(
+    tokens, k_ring, g_ring, of_weights, smem_x, facts, places, group, scale, eps,
+    W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
+    HAS_TREE: gl.constexpr, HAS_NORM: gl.constexpr, WALK: gl.constexpr, SQUARE: gl.constexpr,
 ):  # fmt: skip
-    """Work out a group's weights, and put its keys and decays into the rings."""
-    # threads have all of an entry block's, or a window's, values of two channels
-    WALK: gl.constexpr = gl.BlockedLayout([1, 8, 2], [1, 1, 32], [PARTS, 1, 1], [2, 1, 0])
-    LANES: gl.constexpr = gl.BlockedLayout([1, 8, 1], [1, 1, 32], [PARTS, 1, 1], [2, 1, 0])
-    PART_SQUARE: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [PARTS, 1, 1], [2, 1, 0])
-    # both warps of an item have all of it
-    SQUARE: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [2, 2, 1], [2, 1, 0])
-    ROWS: gl.constexpr = gl.SliceLayout(2, SQUARE)
-    COLUMNS: gl.constexpr = gl.SliceLayout(1, SQUARE)
+    """Work out what a group's windows are in themselves, and put keys and decays into the rings;
+    return the columns, decayed from where the ring ends, and their factors [GROUP, XP, 1]."""
     VECTOR: gl.constexpr = gl.SliceLayout(1, WALK)
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [PARTS, 1], [1, 0])
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    SUMS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
-    smem_keys, smem_g, full, empty = inputs
-    columns, scores, mixed, factors, _, weighed, _ = of_weights
+    ROWS: gl.constexpr = gl.SliceLayout(2, SQUARE)
+    COLUMNS: gl.constexpr = gl.SliceLayout(1, SQUARE)
     beta, beta_stride, beta_token_stride = tokens[2]
-    ancestors = tokens[4]
-    i = group % 2
-    mbarrier.wait(full, group & 1)
     _store_facts(facts, places, group, XP)
     # all is asked for before the first is needed
     keys, queries, decays = _load_tokens(tokens, facts, W, H, HV, K, PAIRS, VECTOR)
@@ -309,83 +321,101 @@ def _weigh_channels(
     row = _group_word(places, group, 2, GROUP, gl.SliceLayout(1, COLUMNS)).to(gl.int64)
     p_beta = beta + ((row * beta_stride + head)[:, None] + o_column * beta_token_stride)
     b_beta = gl.load(p_beta, mask=(o_column < W) & (row >= 0)[:, None], other=0).to(gl.float32)
-
     o_x = gl.arange(0, XP, gl.SliceLayout(0, gl.SliceLayout(2, WALK)))[None, :]
     bits, column_bits = o_x, o_column
     node, column_node = o_x % (XP // 2), o_column % (XP // 2)
     if HAS_TREE:
-        p_bits = _pairs(ancestors) + (row[:, None] * W + column_node) * 2
-        column_bits = gl.load(p_bits, mask=(column_node < W) & (row >= 0)[:, None], other=0)
         part_row = _fact(facts, ROW, gl.SliceLayout(1, gl.SliceLayout(2, WALK))).to(gl.int64)
-        p_bits = _pairs(ancestors) + (part_row[:, None] * W + node) * 2
-        bits = gl.load(p_bits, mask=(node < W) & (part_row >= 0)[:, None], other=0)
-    first, second = _item_word(places, group, 0), _item_word(places, group, 1)
-    is_folding = first % FOLDS + second % FOLDS != 0
-    num_live = gl.maximum(first // FOLDS % FOLDS, second // FOLDS % FOLDS)
-    state_decay = _store_decayed(
-        smem_keys, smem_g, folds + i * (GROUP * 8 * NB * K), facts, num_live, is_folding, NB, K,
-        WALK,
-    )  # fmt: skip
+        bits = _load_bits(tokens[4], part_row, node, W)
+        column_bits = _load_bits(tokens[4], row, column_node, W)
+    x, b_keys = _columns(keys, queries, WALK)
+    sums, x = _sums(x, b_keys, decays, bits, node, smem_x, group % 2, COLUMNS, HAS_TREE)
     _store_tokens(k_ring, g_ring, keys, decays, facts, H, HV, K, PAIRS, VECTOR)
-    x, keys = _columns(keys, queries, WALK)
-    exponents = gl.zeros([PARTS, XP, KB], gl.float32, WALK)
-    for n in gl.static_range(W):
-        is_above = _is_above(bits, node, n, HAS_TREE)[:, :, None]
-        exponents += gl.where(is_above, decays[n][:, None, :], 0.0)
-    decayed = x * _decay(exponents)
-    smem_x.index(i).store(decayed)
-    barrier()
-    found, squares = _scores(
-        smem_keys, smem_g, smem_x.index(i), num_live, NB, HAS_NORM, PART_SQUARE
-    )
-    barrier()
-    # all of the inputs has been read, and sums take their place
-    smem_x.index(i).store(decayed * state_decay[:, None, :])
-    part_scores = smem_keys._reinterpret(gl.float32, [4 * NB, PARTS, 8, 8], CUBE)
-    part_squares = smem_keys._reinterpret(gl.float32, [32 * NB, PARTS, 8], PLAIN)
-    for b in gl.static_range(NB):
-        part_scores.index(b).store(found[b])
-        if HAS_NORM:
-            part_squares.index(8 * NB + b).store(squares[b])
-    sums = smem_g._reinterpret(gl.float32, [6, PARTS, 8, KB // 2], SUMS)
-    sums.index(4).store(_halved(x * x, LANES))
-    # node by node from the last: x decays from there on
-    for n in gl.static_range(W - 1, -1, -1):
-        sums.index(n).store(_halved(x * keys[n][:, None, :], LANES))
-        is_above = _is_above(bits, node, n, HAS_TREE)[:, :, None]
-        x *= gl.where(is_above, _decay(decays[n])[:, None, :], 1.0)
-    barrier()
 
-    sums = smem_g._reinterpret(gl.float32, [12, GROUP, 8, KB // 2], SUMS)
-    square = _summed(sums, 4, COLUMNS)
-    is_diagonal = o_row[:, :, None] == o_column[:, None, :]
+    square, is_diagonal = sums[0], o_row[:, :, None] == o_column[:, None, :]
     row_square = gl.sum(gl.where(is_diagonal, square[:, None, :], 0.0), 2)
     row_beta = gl.sum(gl.where(is_diagonal, b_beta[:, None, :], 0.0), 2)
     of_row, row_sign = _of_column(row_square, row_beta, o_row, scale, eps, W, HAS_NORM)
     of_column, column_sign = _of_column(square, b_beta, o_column, scale, eps, W, HAS_NORM)
     pairs = gl.zeros([GROUP, XP, XP], gl.float32, SQUARE)
     for n in gl.static_range(W):
-        pairs = gl.where((o_row == n)[:, :, None], _summed(sums, n, COLUMNS)[:, None, :], pairs)
+        pairs = gl.where((o_row == n)[:, :, None], sums[W - n][:, None, :], pairs)
     m_pairs = _is_above(
         column_bits[:, None, :], column_node[:, None, :], o_row[:, :, None], HAS_TREE
     )
     _store_solved(
-        mixed.index(i), pairs, m_pairs, of_row, of_column, row_sign, column_sign, o_row, o_column,
-        W,
+        of_weights[2].index(group % 2), pairs, m_pairs, of_row, of_column, row_sign, column_sign,
+        o_row, o_column, W,
     )  # fmt: skip
-    columns.index(i).store(of_row)
+    of_weights[0].index(group % 2).store(of_row)
+    return x, of_row[:, :, None]
+
+
+@gluon.jit
+def _load_bits(ancestors, row, node, W: gl.constexpr):
+    """Return which nodes are above each column's, of rows [N] and nodes [1, XP]; W is small."""
+    p_bits = _pairs(ancestors) + (row[:, None] * W + node) * 2
+    return gl.load(p_bits, mask=(node < W) & (row >= 0)[:, None], other=0)
+
+
+@gluon.jit
+def _weigh_channels(
+    tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, group, scale, eps,
+    NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
+    K: gl.constexpr, HAS_TREE: gl.constexpr, HAS_NORM: gl.constexpr,
+):  # fmt: skip
+    """Work out a group's weights, and put its keys and decays into the rings."""
+    # threads have all of an entry block's, or a window's, values of two channels
+    WALK: gl.constexpr = gl.BlockedLayout([1, 8, 2], [1, 1, 32], [PARTS, 1, 1], [2, 1, 0])
+    PART_SQUARE: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [PARTS, 1, 1], [2, 1, 0])
+    # both warps of an item have all of it
+    SQUARE: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [2, 2, 1], [2, 1, 0])
+    COLUMNS: gl.constexpr = gl.SliceLayout(1, SQUARE)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    smem_keys, smem_g, full, empty = inputs
+    _, scores, _, factors, _, weighed, _ = of_weights
+    i = group % 2
+    x, of_row = _weigh_window(
+        tokens, k_ring, g_ring, of_weights, smem_x, facts, places, group, scale, eps,
+        W, XP, H, HV, K, HAS_TREE, HAS_NORM, WALK, SQUARE,
+    )  # fmt: skip
+    smem_x.index(i).store(x)
+    first, second = _item_word(places, group, 0), _item_word(places, group, 1)
+    is_folding = first % FOLDS + second % FOLDS != 0
+    num_live = gl.maximum(first // FOLDS % FOLDS, second // FOLDS % FOLDS)
+    mbarrier.wait(full, group & 1)
+    state_decay = _store_decayed(
+        smem_keys, smem_g, folds + i * (GROUP * 8 * NB * K), facts, num_live, is_folding, NB, K,
+        WALK,
+    )  # fmt: skip
+    barrier()
+    found, squares = _scores(
+        smem_keys, smem_g, smem_x.index(i), num_live, NB, HAS_NORM, PART_SQUARE
+    )
+    barrier()
+    smem_x.index(i).store(x * state_decay[:, None, :])
+    # what parts have found takes the place of their keys
+    part_scores = smem_keys._reinterpret(gl.float32, [4 * NB, PARTS, 8, 8], CUBE)
+    part_squares = smem_keys._reinterpret(gl.float32, [32 * NB, PARTS, 8], PLAIN)
+    for b in gl.static_range(NB):
+        part_scores.index(b).store(found[b])
+        if HAS_NORM:
+            part_squares.index(8 * NB + b).store(squares[b])
+    barrier()
     part_scores = smem_keys._reinterpret(gl.float32, [8 * NB, GROUP, 8, 8], CUBE)
     part_squares = smem_keys._reinterpret(gl.float32, [64 * NB, GROUP, 8], PLAIN)
-    num_folded = _group_word(places, group, 0, GROUP, gl.SliceLayout(1, COLUMNS)) % FOLDS
+    num_folded = _group_word(places, group, 0, GROUP, gl.SliceLayout(1, COLUMNS))[:, None] % FOLDS
+    o_place = gl.arange(0, 8, gl.SliceLayout(0, COLUMNS))[None, :]
     for b in gl.static_range(NB):
         score = part_scores.index(2 * b).load(SQUARE) + part_scores.index(2 * b + 1).load(SQUARE)
-        key_scale = gl.full_like(square, 1.0)
+        key_scale = gl.zeros([GROUP, 8], gl.float32, COLUMNS) + 1.0
         if HAS_NORM:
             of_parts = part_squares.index(2 * (8 * NB + b)).load(COLUMNS)
             of_parts += part_squares.index(2 * (8 * NB + b) + 1).load(COLUMNS)
             key_scale = _key_scale(of_parts, eps)
-        scores.index(i * NB + b).store(score * key_scale[:, None, :] * of_row[:, :, None])
-        m_fold = 8 * NB - 1 - (8 * b + o_column) < num_folded[:, None]
+        scores.index(i * NB + b).store(score * key_scale[:, None, :] * of_row)
+        m_fold = 8 * (NB - b) - 1 - o_place < num_folded
         factors.index(i).slice(8 * b, 8, dim=1).store(gl.where(m_fold, key_scale, 0.0))
     barrier()
     mbarrier.arrive(empty, count=1)
@@ -397,28 +427,3 @@ def _item_word(places, group, item: gl.constexpr):
     """Return the first word of an item of a group."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return gl.sum(_place(places, group * GROUP + item, 0, LAYOUT), 0)
-
-
-@gluon.jit
-def _weigh_apart(
-    tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, visits, scale, eps,
-    NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
-    K: gl.constexpr, IS_PER_CHANNEL: gl.constexpr, HAS_TREE: gl.constexpr, HAS_NORM: gl.constexpr,
-    CHAINED: gl.constexpr,
-):  # fmt: skip
-    """Weigh all of a program's groups."""
-    SIZE: gl.constexpr = CHANNEL_GROUP if IS_PER_CHANNEL else HEAD_GROUP
-    if CHAINED:
-        gdc_wait()
-    for group in range(0, (visits[2] + SIZE - 1) // SIZE):
-        mbarrier.wait(of_weights[6].index(group % 2), (group // 2 + 1) & 1)
-        if IS_PER_CHANNEL:
-            _weigh_channels(
-                tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, group,
-                scale, eps, NB, W, XP, H, HV, K, HAS_TREE, HAS_NORM,
-            )  # fmt: skip
-        else:
-            _weigh(
-                k_ring, g_ring, inputs, of_weights, places, group, scale, eps,
-                NB, W, XP, H, HV, K, HAS_TREE, HAS_NORM,
-            )  # fmt: skip
