@@ -152,7 +152,7 @@ def _fetch_fold(
 
 @gluon.jit
 def _fetch_window(
-    tokens, v, folds, k_ring, of_windows, of_folds, weighed, places, j, k_phase,
+    tokens, v, folds, k_ring, of_windows, of_folds, folded, places, j, k_phase,
     GROUP: gl.constexpr, NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, IS_PER_CHANNEL: gl.constexpr,
     LAYOUT: gl.constexpr,
@@ -175,7 +175,7 @@ def _fetch_window(
     async_copy.mbarrier_arrive(full.index(i), increment_count=False)
     if num_folded != 0:
         if IS_PER_CHANNEL:
-            mbarrier.wait(weighed.index(j // GROUP % 2), j // (2 * GROUP) & 1)
+            mbarrier.wait(folded.index(j // GROUP % 2), j // (2 * GROUP) & 1)
         mbarrier.wait(of_folds[2], k_phase)
         _fetch_fold(
             folds + j % (2 * GROUP) * (8 * NB * K), k_ring, of_folds, places, j, head, num_folded,
@@ -188,13 +188,13 @@ def _fetch_window(
 @gluon.jit
 def _fetch(
     tokens, v, states, folds, d_ring, k_ring, g_ring, order, ring_read, ring_write, fold_mask,
-    read_rows, fold_rows, of_states, of_windows, of_folds, inputs, weighed, places, placed,
+    read_rows, fold_rows, of_states, of_windows, of_folds, inputs, folded, places, placed,
     visits, zero_entry,
     GROUP: gl.constexpr, N: gl.constexpr, NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
     IS_PER_CHANNEL: gl.constexpr, HAS_TREE: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
-    """Keep STAGES items on their way, and ahead of readers what is to be weighed."""
+    """Keep STAGES items on their way, and ahead of readers what is to be folded."""
     PLACES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     CHUNK: gl.constexpr = 2 * GROUP
@@ -235,7 +235,7 @@ def _fetch(
                 states, d_ring, of_states, smem_d, places, j, zero_entry, NB, HV, V, BV, LAYOUT
             )
         k_phase = _fetch_window(
-            tokens, v, folds, k_ring, of_windows, of_folds, weighed, places, j, k_phase,
+            tokens, v, folds, k_ring, of_windows, of_folds, folded, places, j, k_phase,
             GROUP, NB, W, XP, H, HV, K, V, IS_PER_CHANNEL, LAYOUT,
         )  # fmt: skip
         group = j // GROUP + 1

@@ -27,34 +27,30 @@ from gapless.ops.linear_replay.resident.window.weigh_channels import _weigh_chan
 
 # of a thread of the second part that reads and of the one that fetches; what remains of 168 for
 # each thread is the first's that reads
-REGISTERS = gl.constexpr((144, 168, 56))
+REGISTERS = gl.constexpr((136, 168, 72))
 
 
 @gluon.jit
 def _weigh(
-    tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, placed, visits, scale,
-    eps, GROUP: gl.constexpr, NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr,
+    tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, placed, folded, visits,
+    scale, eps, GROUP: gl.constexpr, NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr,
     HV: gl.constexpr, K: gl.constexpr, IS_PER_CHANNEL: gl.constexpr, HAS_TREE: gl.constexpr,
     HAS_NORM: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     """Weigh all of a program's groups."""
-    taken = of_weights[6]
     if CHAINED:
         gdc_wait()
-    for group in range(0, (visits[2] + GROUP - 1) // GROUP):
-        if group % 2 == 0:
-            mbarrier.wait(placed, group // 2 & 1)
-        mbarrier.wait(taken.index(group % 2), (group // 2 + 1) & 1)
-        if IS_PER_CHANNEL:
-            _weigh_channels(
-                tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, group,
-                scale, eps, NB, W, XP, H, HV, K, HAS_TREE, HAS_NORM,
-            )  # fmt: skip
-        else:
-            _weigh_heads(
-                k_ring, g_ring, inputs, of_weights, places, group, scale, eps,
-                NB, W, XP, H, HV, K, HAS_TREE, HAS_NORM,
-            )  # fmt: skip
+    count = (visits[2] + GROUP - 1) // GROUP
+    if IS_PER_CHANNEL:
+        _weigh_channels(
+            tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, placed, folded,
+            count, scale, eps, NB, W, XP, H, HV, K, HAS_TREE, HAS_NORM,
+        )  # fmt: skip
+    else:
+        _weigh_heads(
+            k_ring, g_ring, inputs, of_weights, places, count, scale, eps,
+            NB, W, XP, H, HV, K, HAS_TREE, HAS_NORM,
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["zero_entry", "num_items", "scale", "eps"])
@@ -144,6 +140,7 @@ def _resident_window_kernel(
     i_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     weighed = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     taken = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    folded = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     if IS_PER_CHANNEL:
         # of two groups, decayed, by parts of the channels
         smem_x = gl.allocate_shared_memory(gl.float32, [2, 2 * GROUP, XP, K // 2], WIDES)
@@ -175,6 +172,7 @@ def _resident_window_kernel(
     for i in gl.static_range(2):
         mbarrier.init(weighed.index(i), count=1)
         mbarrier.init(taken.index(i), count=2)
+        mbarrier.init(folded.index(i), count=1)
     mbarrier.init(k_full, count=128)
     mbarrier.init(k_empty, count=2)
     mbarrier.init(placed, count=1)
@@ -204,13 +202,13 @@ def _resident_window_kernel(
             )),
             (_weigh, (
                 tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, placed,
-                visits, scale, eps, GROUP, NB, W, XP, H, HV, K, IS_PER_CHANNEL, HAS_TREE, HAS_NORM,
+                folded, visits, scale, eps, GROUP, NB, W, XP, H, HV, K, IS_PER_CHANNEL, HAS_TREE, HAS_NORM,
                 CHAINED,
             )),
             (_fetch, (
                 tokens, (v, v_stride, v_token_stride), states, folds, d_ring, k_ring, g_ring, order,
                 ring_read, ring_write, fold_mask, read_rows, fold_rows, of_states, of_windows,
-                of_folds, inputs, weighed, places, placed, visits, zero_entry, GROUP, N, NB, W, XP,
+                of_folds, inputs, folded, places, placed, visits, zero_entry, GROUP, N, NB, W, XP,
                 H, HV, K, V, BV, IS_PER_CHANNEL, HAS_TREE, CHAINED,
             )),
         ],

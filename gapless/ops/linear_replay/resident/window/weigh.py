@@ -125,7 +125,7 @@ def _store_tokens(
 
 
 @gluon.jit
-def _weigh_heads(
+def _weigh_group(
     k_ring, g_ring, inputs, of_weights, places, group, scale, eps,
     NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
     K: gl.constexpr, HAS_TREE: gl.constexpr, HAS_NORM: gl.constexpr,
@@ -139,9 +139,10 @@ def _weigh_heads(
     ROWS: gl.constexpr = gl.SliceLayout(2, SQUARE)
     COLUMNS: gl.constexpr = gl.SliceLayout(1, SQUARE)
     smem_keys, smem_g, full, empty, smem_x, gates, smem_bits = inputs
-    columns, scores, mixed, factors, decays, weighed, _ = of_weights
+    columns, scores, mixed, factors, decays, weighed, taken = of_weights
     i = group % 2
     mbarrier.wait(full, group & 1)
+    mbarrier.wait(taken.index(i), (group // 2 + 1) & 1)
     _store_decays(smem_g, places, group, decays, NB)
     zeros = gl.zeros([GROUP, 16, 8], gl.float32, UNITS)
     right = smem_x.permute([0, 2, 1]).load(RIGHT)
@@ -207,3 +208,17 @@ def _weigh_heads(
     barrier()
     mbarrier.arrive(empty, count=1)
     mbarrier.arrive(weighed.index(i), count=1)
+
+
+@gluon.jit
+def _weigh_heads(
+    k_ring, g_ring, inputs, of_weights, places, count, scale, eps,
+    NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
+    K: gl.constexpr, HAS_TREE: gl.constexpr, HAS_NORM: gl.constexpr,
+):  # fmt: skip
+    """Work out all groups' weights, and put their keys and decays into the rings."""
+    for group in range(0, count):
+        _weigh_group(
+            k_ring, g_ring, inputs, of_weights, places, group, scale, eps,
+            NB, W, XP, H, HV, K, HAS_TREE, HAS_NORM,
+        )  # fmt: skip

@@ -37,6 +37,12 @@ GROUP = CHANNEL_GROUP
 PARTS = gl.constexpr(4)
 # channels of a part
 KB = gl.constexpr(64)
+# threads have all of an entry block's, or a window's, values of two channels
+WALK = gl.constexpr(gl.BlockedLayout([1, 8, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
+PAIRS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
+# of matrix units' products of parts; and of items, which both of an item's warps have all of
+PART_SQUARE = gl.constexpr(gl.BlockedLayout([1, 1, 2], [1, 8, 4], [4, 1, 1], [2, 1, 0]))
+SQUARE = gl.constexpr(gl.BlockedLayout([1, 1, 2], [1, 8, 4], [2, 2, 1], [2, 1, 0]))
 # rows of a group's facts: a head and how many entries it folds, a row, and the entries written
 HEAD = gl.constexpr(0)
 ROW = gl.constexpr(1)
@@ -78,7 +84,7 @@ def _floats(pairs, VECTOR: gl.constexpr):
 
 
 @gluon.jit
-def _rows_of(vectors, WALK: gl.constexpr):
+def _rows_of(vectors):
     """Return eight [PARTS, KB] as [PARTS, 8, KB]."""
     a = gl.join(gl.join(vectors[0], vectors[1]), gl.join(vectors[2], vectors[3]))
     b = gl.join(gl.join(vectors[4], vectors[5]), gl.join(vectors[6], vectors[7]))
@@ -88,16 +94,19 @@ def _rows_of(vectors, WALK: gl.constexpr):
 
 @gluon.jit
 def _load_tokens(
-    tokens, facts,
-    W: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, PAIRS: gl.constexpr,
-    VECTOR: gl.constexpr,
+    tokens, facts, places, group,
+    W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
 ):  # fmt: skip
-    """Load a window's keys and queries, in pairs [PARTS, KB / 2], and decays [PARTS, KB]."""
+    """Load a group's keys and queries, in pairs [PARTS, KB / 2], decays [PARTS, KB], and beta
+    [GROUP, XP]."""
+    VECTOR: gl.constexpr = gl.SliceLayout(1, WALK)
+    COLUMNS: gl.constexpr = gl.SliceLayout(1, SQUARE)
     OF_PAIRS: gl.constexpr = gl.SliceLayout(1, PAIRS)
     OF_VECTOR: gl.constexpr = gl.SliceLayout(1, VECTOR)
     q, q_stride, q_token_stride = tokens[0]
     k, k_stride, k_token_stride = tokens[1]
     log_decay, g_stride, g_token_stride = tokens[3]
+    _store_facts(facts, places, group, XP)
     o_pair = gl.arange(0, KB // 2, gl.SliceLayout(0, PAIRS))[None, :]
     channel, row = _key_channel(facts, H, HV, K, OF_PAIRS), _fact(facts, ROW, OF_PAIRS).to(gl.int64)
     keys, queries, decays = (), (), ()
@@ -111,7 +120,13 @@ def _load_tokens(
     for n in gl.static_range(W):
         p_g = log_decay + (row.to(gl.int64) * g_stride + n * g_token_stride + channel)
         decays = decays + (gl.load(p_g[:, None] + o_k).to(gl.float32),)
-    return keys, queries, decays
+    beta, beta_stride, beta_token_stride = tokens[2]
+    o_x = gl.arange(0, XP, gl.SliceLayout(0, COLUMNS))[None, :]
+    head = _group_word(places, group, 0, GROUP, gl.SliceLayout(1, COLUMNS)) // HEADS
+    row = _group_word(places, group, 2, GROUP, gl.SliceLayout(1, COLUMNS)).to(gl.int64)
+    p_beta = beta + ((row * beta_stride + head)[:, None] + o_x * beta_token_stride)
+    b_beta = gl.load(p_beta, mask=(o_x < W) & (row >= 0)[:, None], other=0)
+    return keys, queries, decays, b_beta
 
 
 @gluon.jit
@@ -125,10 +140,10 @@ def _key_channel(
 
 @gluon.jit
 def _store_tokens(
-    k_ring, g_ring, keys, decays, facts,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, PAIRS: gl.constexpr, VECTOR: gl.constexpr,
-):  # fmt: skip
+    k_ring, g_ring, keys, decays, facts, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr
+):
     """Put keys and decays into the rings."""
+    VECTOR: gl.constexpr = gl.SliceLayout(1, WALK)
     OF_PAIRS: gl.constexpr = gl.SliceLayout(1, PAIRS)
     OF_VECTOR: gl.constexpr = gl.SliceLayout(1, VECTOR)
     o_pair = gl.arange(0, KB // 2, gl.SliceLayout(0, PAIRS))[None, :]
@@ -144,7 +159,7 @@ def _store_tokens(
 
 
 @gluon.jit
-def _columns(keys, queries, WALK: gl.constexpr):
+def _columns(keys, queries):
     """Return a window's columns [PARTS, 8, KB], and its nodes' keys [PARTS, KB], as they were
     read."""
     VECTOR: gl.constexpr = gl.SliceLayout(1, WALK)
@@ -154,7 +169,7 @@ def _columns(keys, queries, WALK: gl.constexpr):
         b_queries = b_queries + (_floats(queries[n], VECTOR),)
     for _ in gl.static_range(4 - len(keys)):
         rest = rest + (gl.zeros([PARTS, KB], gl.float32, VECTOR),)
-    return _rows_of(b_keys + rest + b_queries + rest, WALK), b_keys
+    return _rows_of(b_keys + rest + b_queries + rest), b_keys
 
 
 @gluon.jit
@@ -202,7 +217,7 @@ def _sums(x, keys, decays, bits, node, smem_x, i, COLUMNS: gl.constexpr, HAS_TRE
 
 
 @gluon.jit
-def _vectors_of(rows, WALK: gl.constexpr):
+def _vectors_of(rows):
     """Return [PARTS, 8, KB] as eight [PARTS, KB]."""
     VECTOR: gl.constexpr = gl.SliceLayout(1, WALK)
     a, b = gl.split(gl.permute(gl.reshape(rows, [PARTS, 2, 2, 2, KB]), [0, 4, 3, 2, 1]))
@@ -218,8 +233,8 @@ def _vectors_of(rows, WALK: gl.constexpr):
 
 @gluon.jit
 def _store_decayed(
-    smem_keys, smem_g, folds, facts, num_live, is_folding, NB: gl.constexpr, K: gl.constexpr,
-    WALK: gl.constexpr,
+    smem_keys, smem_g, folds, num_live, first_folded, second_folded,
+    NB: gl.constexpr, K: gl.constexpr,
 ):  # fmt: skip
     """Put ring keys, decayed to where the ring ends, in the place of decays, and store for items
     that fold what `fetch.py` asks for: in the first place, which is none's, the state's decay, and
@@ -227,19 +242,22 @@ def _store_decayed(
     VECTOR: gl.constexpr = gl.SliceLayout(1, WALK)
     PART: gl.constexpr = gl.SliceLayout(1, VECTOR)
     o_k = gl.arange(0, KB, gl.SliceLayout(0, VECTOR))[None, :]
-    num_folded = (_fact(facts, HEAD, PART) % FOLDS)[:, None]
+    is_second = gl.arange(0, PARTS, PART)[:, None] % GROUP == 1
+    num_folded = gl.where(is_second, second_folded, first_folded)
+    is_folding = first_folded + second_folded != 0
     p_fold = folds + (_fold_channel(NB, K, PART)[:, None] + o_k)
+    # of all entries in powers of 2, of folded ones of e
     since = gl.zeros([PARTS, KB], gl.float32, VECTOR)
     fold_since = since
     for b in gl.static_range(NB):
-        if num_live > 8 * (NB - 1 - b):
-            g = _vectors_of(smem_g.index(b).load(WALK), WALK)
-            keys = _vectors_of(smem_keys.index(b).load(WALK).to(gl.float32), WALK)
+        if _has_entries(num_live, b, NB):
+            g = _vectors_of(smem_g.index(b).load(WALK))
+            keys = _vectors_of(smem_keys.index(b).load(WALK).to(gl.float32))
             decayed = ()
             for n in gl.static_range(8):
-                decayed = decayed + (keys[n] * _decay(since),)
-                since += g[n]
-            smem_g.index(b).store(_rows_of(decayed, WALK))
+                decayed = decayed + (keys[n] * gl.exp2(since),)
+                since += g[n] * 1.4426950408889634
+            smem_g.index(b).store(_rows_of(decayed))
             if is_folding:
                 for n in gl.static_range(8):
                     m_fold = (8 * (NB - b) - 1 - n < num_folded) & (o_k >= 0)
@@ -248,7 +266,13 @@ def _store_decayed(
                     fold_since += gl.where(m_fold, g[n], 0.0)
     if is_folding:
         gl.store(p_fold, _exact_decay(fold_since))
-    return _decay(since)
+    return gl.exp2(since)
+
+
+@gluon.jit
+def _has_entries(num_live, b: gl.constexpr, NB: gl.constexpr):
+    """Return whether an item of a group may have entries in a block: most have in the last two."""
+    return num_live > 8 * (NB - 1 - b) if b < NB - 2 else True
 
 
 @gluon.jit
@@ -260,9 +284,8 @@ def _fold_channel(NB: gl.constexpr, K: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _scores(
-    smem_keys, smem_g, smem_x, num_live,
-    NB: gl.constexpr, HAS_NORM: gl.constexpr, SQUARE: gl.constexpr,
-):  # fmt: skip
+    smem_keys, smem_g, smem_x, num_live, NB: gl.constexpr, HAS_NORM: gl.constexpr
+):
     """Return of each block of entries what parts count for in each column [PARTS, 8, 8], and what
     their keys' squares sum up to [PARTS, 8]."""
     UNITS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [PARTS, 1, 1], [1, 16, 8])
@@ -270,9 +293,9 @@ def _scores(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, UNITS, 1)
     SHORT_LEFT: gl.constexpr = gl.DotOperandLayout(0, UNITS, 2)
     SHORT_RIGHT: gl.constexpr = gl.DotOperandLayout(1, UNITS, 2)
-    COLUMNS: gl.constexpr = gl.SliceLayout(1, SQUARE)
+    COLUMNS: gl.constexpr = gl.SliceLayout(1, PART_SQUARE)
     zeros = gl.zeros([PARTS, 16, 8], gl.float32, UNITS)
-    o_row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, SQUARE)))[None, :, None]
+    o_row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, PART_SQUARE)))[None, :, None]
     o_column = gl.arange(0, 8, gl.SliceLayout(0, COLUMNS))[None, None, :]
     x = gl.permute(smem_x.permute([0, 2, 1]).load(RIGHT), [0, 2, 1])
     # heads and rests of the columns, 23 bits in all, are each other's neighbours
@@ -280,19 +303,19 @@ def _scores(
     left = _stacked(head, x - head, LEFT)
     found, squares = (), ()
     for b in gl.static_range(NB):
-        score = gl.zeros([PARTS, 8, 8], gl.float32, SQUARE)
+        score = gl.zeros([PARTS, 8, 8], gl.float32, PART_SQUARE)
         square = gl.zeros([PARTS, 8], gl.float32, COLUMNS)
-        if num_live > 8 * (NB - 1 - b):
+        if _has_entries(num_live, b, NB):
             decayed = smem_g.index(b).permute([0, 2, 1]).load(RIGHT)
             decayed_head = _head(decayed)
             sums = mma_v2(left, decayed - decayed_head, zeros, input_precision="tf32")
             sums += mma_v2(left, decayed_head, zeros, input_precision="tf32")
-            of_heads, of_rests = _unstacked(sums, SQUARE)
+            of_heads, of_rests = _unstacked(sums, PART_SQUARE)
             score = of_heads + of_rests
             if HAS_NORM:
                 right = smem_keys.index(b).permute([0, 2, 1]).load(SHORT_RIGHT)
                 key = _stacked(gl.permute(right, [0, 2, 1]), gl.permute(right, [0, 2, 1]), SHORT_LEFT)
-                products, _ = _unstacked(mma_v2(key, right, zeros), SQUARE)
+                products, _ = _unstacked(mma_v2(key, right, zeros), PART_SQUARE)
                 square = gl.sum(gl.where(o_row == o_column, products, 0.0), 1)
         found = found + (score,)
         squares = squares + (square,)
@@ -301,37 +324,18 @@ def _scores(
 
 @gluon.jit
 def _weigh_window(
-    tokens, k_ring, g_ring, of_weights, smem_x, facts, places, group, scale, eps,
-    W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
-    HAS_TREE: gl.constexpr, HAS_NORM: gl.constexpr, WALK: gl.constexpr, SQUARE: gl.constexpr,
+    x, keys, decays, b_beta, of_bits, of_weights, smem_x, i, scale, eps,
+    W: gl.constexpr, XP: gl.constexpr, HAS_TREE: gl.constexpr, HAS_NORM: gl.constexpr,
 ):  # fmt: skip
-    """Work out what a group's windows are in themselves, and put keys and decays into the rings;
-    return the columns, decayed from where the ring ends, and their factors [GROUP, XP, 1]."""
-    VECTOR: gl.constexpr = gl.SliceLayout(1, WALK)
-    PAIRS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [PARTS, 1], [1, 0])
+    """Work out what a group's windows are in themselves; return the columns, decayed from where
+    the ring ends, and their factors [GROUP, XP, 1]."""
     ROWS: gl.constexpr = gl.SliceLayout(2, SQUARE)
     COLUMNS: gl.constexpr = gl.SliceLayout(1, SQUARE)
-    beta, beta_stride, beta_token_stride = tokens[2]
-    _store_facts(facts, places, group, XP)
-    # all is asked for before the first is needed
-    keys, queries, decays = _load_tokens(tokens, facts, W, H, HV, K, PAIRS, VECTOR)
+    columns, _, mixed = of_weights[:3]
+    bits, node, column_bits, column_node = of_bits
     o_row = gl.arange(0, XP, gl.SliceLayout(0, ROWS))[None, :]
     o_column = gl.arange(0, XP, gl.SliceLayout(0, COLUMNS))[None, :]
-    head = _group_word(places, group, 0, GROUP, gl.SliceLayout(1, COLUMNS)) // HEADS
-    row = _group_word(places, group, 2, GROUP, gl.SliceLayout(1, COLUMNS)).to(gl.int64)
-    p_beta = beta + ((row * beta_stride + head)[:, None] + o_column * beta_token_stride)
-    b_beta = gl.load(p_beta, mask=(o_column < W) & (row >= 0)[:, None], other=0).to(gl.float32)
-    o_x = gl.arange(0, XP, gl.SliceLayout(0, gl.SliceLayout(2, WALK)))[None, :]
-    bits, column_bits = o_x, o_column
-    node, column_node = o_x % (XP // 2), o_column % (XP // 2)
-    if HAS_TREE:
-        part_row = _fact(facts, ROW, gl.SliceLayout(1, gl.SliceLayout(2, WALK))).to(gl.int64)
-        bits = _load_bits(tokens[4], part_row, node, W)
-        column_bits = _load_bits(tokens[4], row, column_node, W)
-    x, b_keys = _columns(keys, queries, WALK)
-    sums, x = _sums(x, b_keys, decays, bits, node, smem_x, group % 2, COLUMNS, HAS_TREE)
-    _store_tokens(k_ring, g_ring, keys, decays, facts, H, HV, K, PAIRS, VECTOR)
-
+    sums, x = _sums(x, keys, decays, bits, node, smem_x, i, COLUMNS, HAS_TREE)
     square, is_diagonal = sums[0], o_row[:, :, None] == o_column[:, None, :]
     row_square = gl.sum(gl.where(is_diagonal, square[:, None, :], 0.0), 2)
     row_beta = gl.sum(gl.where(is_diagonal, b_beta[:, None, :], 0.0), 2)
@@ -344,11 +348,65 @@ def _weigh_window(
         column_bits[:, None, :], column_node[:, None, :], o_row[:, :, None], HAS_TREE
     )
     _store_solved(
-        of_weights[2].index(group % 2), pairs, m_pairs, of_row, of_column, row_sign, column_sign,
-        o_row, o_column, W,
+        mixed.index(i), pairs, m_pairs, of_row, of_column, row_sign, column_sign, o_row, o_column,
+        W,
     )  # fmt: skip
-    of_weights[0].index(group % 2).store(of_row)
+    columns.index(i).store(of_row)
     return x, of_row[:, :, None]
+
+
+@gluon.jit
+def _bits_of(
+    ancestors, facts, places, group, W: gl.constexpr, XP: gl.constexpr, HAS_TREE: gl.constexpr
+):
+    """Return which nodes are above each column's in trees, and its node: as parts have columns, and
+    as items do."""
+    COLUMNS: gl.constexpr = gl.SliceLayout(1, SQUARE)
+    o_x = gl.arange(0, XP, gl.SliceLayout(0, gl.SliceLayout(2, WALK)))[None, :]
+    o_column = gl.arange(0, XP, gl.SliceLayout(0, COLUMNS))[None, :]
+    bits, column_bits = o_x, o_column
+    node, column_node = o_x % (XP // 2), o_column % (XP // 2)
+    if HAS_TREE:
+        part_row = _fact(facts, ROW, gl.SliceLayout(1, gl.SliceLayout(2, WALK))).to(gl.int64)
+        bits = _load_bits(ancestors, part_row, node, W)
+        row = _group_word(places, group, 2, GROUP, gl.SliceLayout(1, COLUMNS)).to(gl.int64)
+        column_bits = _load_bits(ancestors, row, column_node, W)
+    return bits, node, column_bits, column_node
+
+
+@gluon.jit
+def _store_scores(
+    found, squares, of_row, num_folded, smem_x, scores, factors, i, eps,
+    NB: gl.constexpr, HAS_NORM: gl.constexpr,
+):  # fmt: skip
+    """Store what ring entries count for in each column, and in a fold: parts' sums meet where the
+    columns will be."""
+    COLUMNS: gl.constexpr = gl.SliceLayout(1, SQUARE)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    part_scores = smem_x._reinterpret(gl.float32, [16, PARTS, 8, 8], CUBE)
+    part_squares = smem_x._reinterpret(gl.float32, [128, PARTS, 8], PLAIN)
+    # squares come after three blocks' scores
+    for b in gl.static_range(NB):
+        part_scores.index(8 * i + b).store(found[b])
+        if HAS_NORM:
+            part_squares.index(64 * i + 24 + b).store(squares[b])
+    barrier()
+    part_scores = smem_x._reinterpret(gl.float32, [32, GROUP, 8, 8], CUBE)
+    part_squares = smem_x._reinterpret(gl.float32, [256, GROUP, 8], PLAIN)
+    o_place = gl.arange(0, 8, gl.SliceLayout(0, COLUMNS))[None, :]
+    for b in gl.static_range(NB):
+        n = 2 * (8 * i + b)
+        score = part_scores.index(n).load(SQUARE) + part_scores.index(n + 1).load(SQUARE)
+        key_scale = gl.zeros([GROUP, 8], gl.float32, COLUMNS) + 1.0
+        if HAS_NORM:
+            n = 2 * (64 * i + 24 + b)
+            square = part_squares.index(n).load(COLUMNS) + part_squares.index(n + 1).load(COLUMNS)
+            key_scale = _key_scale(square, eps)
+        scores.index(i * NB + b).store(score * key_scale[:, None, :] * of_row)
+        m_fold = 8 * (NB - b) - 1 - o_place < num_folded
+        factors.index(i).slice(8 * b, 8, dim=1).store(gl.where(m_fold, key_scale, 0.0))
+    barrier()
 
 
 @gluon.jit
@@ -360,66 +418,57 @@ def _load_bits(ancestors, row, node, W: gl.constexpr):
 
 @gluon.jit
 def _weigh_channels(
-    tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, group, scale, eps,
-    NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
+    tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, placed, folded, count,
+    scale, eps, NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
     K: gl.constexpr, HAS_TREE: gl.constexpr, HAS_NORM: gl.constexpr,
 ):  # fmt: skip
-    """Work out a group's weights, and put its keys and decays into the rings."""
-    # threads have all of an entry block's, or a window's, values of two channels
-    WALK: gl.constexpr = gl.BlockedLayout([1, 8, 2], [1, 1, 32], [PARTS, 1, 1], [2, 1, 0])
-    PART_SQUARE: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [PARTS, 1, 1], [2, 1, 0])
-    # both warps of an item have all of it
-    SQUARE: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [2, 2, 1], [2, 1, 0])
+    """Work out all groups' weights, and put their keys and decays into the rings."""
     COLUMNS: gl.constexpr = gl.SliceLayout(1, SQUARE)
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     smem_keys, smem_g, full, empty = inputs
-    _, scores, _, factors, _, weighed, _ = of_weights
-    i = group % 2
-    x, of_row = _weigh_window(
-        tokens, k_ring, g_ring, of_weights, smem_x, facts, places, group, scale, eps,
-        W, XP, H, HV, K, HAS_TREE, HAS_NORM, WALK, SQUARE,
-    )  # fmt: skip
-    smem_x.index(i).store(x)
-    first, second = _item_word(places, group, 0), _item_word(places, group, 1)
-    is_folding = first % FOLDS + second % FOLDS != 0
-    num_live = gl.maximum(first // FOLDS % FOLDS, second // FOLDS % FOLDS)
-    mbarrier.wait(full, group & 1)
-    state_decay = _store_decayed(
-        smem_keys, smem_g, folds + i * (GROUP * 8 * NB * K), facts, num_live, is_folding, NB, K,
-        WALK,
-    )  # fmt: skip
-    barrier()
-    found, squares = _scores(
-        smem_keys, smem_g, smem_x.index(i), num_live, NB, HAS_NORM, PART_SQUARE
-    )
-    barrier()
-    smem_x.index(i).store(x * state_decay[:, None, :])
-    # what parts have found takes the place of their keys
-    part_scores = smem_keys._reinterpret(gl.float32, [4 * NB, PARTS, 8, 8], CUBE)
-    part_squares = smem_keys._reinterpret(gl.float32, [32 * NB, PARTS, 8], PLAIN)
-    for b in gl.static_range(NB):
-        part_scores.index(b).store(found[b])
-        if HAS_NORM:
-            part_squares.index(8 * NB + b).store(squares[b])
-    barrier()
-    part_scores = smem_keys._reinterpret(gl.float32, [8 * NB, GROUP, 8, 8], CUBE)
-    part_squares = smem_keys._reinterpret(gl.float32, [64 * NB, GROUP, 8], PLAIN)
-    num_folded = _group_word(places, group, 0, GROUP, gl.SliceLayout(1, COLUMNS))[:, None] % FOLDS
-    o_place = gl.arange(0, 8, gl.SliceLayout(0, COLUMNS))[None, :]
-    for b in gl.static_range(NB):
-        score = part_scores.index(2 * b).load(SQUARE) + part_scores.index(2 * b + 1).load(SQUARE)
-        key_scale = gl.zeros([GROUP, 8], gl.float32, COLUMNS) + 1.0
-        if HAS_NORM:
-            of_parts = part_squares.index(2 * (8 * NB + b)).load(COLUMNS)
-            of_parts += part_squares.index(2 * (8 * NB + b) + 1).load(COLUMNS)
-            key_scale = _key_scale(of_parts, eps)
-        scores.index(i * NB + b).store(score * key_scale[:, None, :] * of_row)
-        m_fold = 8 * (NB - b) - 1 - o_place < num_folded
-        factors.index(i).slice(8 * b, 8, dim=1).store(gl.where(m_fold, key_scale, 0.0))
-    barrier()
-    mbarrier.arrive(empty, count=1)
-    mbarrier.arrive(weighed.index(i), count=1)
+    _, scores, _, factors, _, weighed, taken = of_weights
+    mbarrier.wait(placed, 0)
+    loaded = _load_tokens(tokens, facts, places, 0, W, XP, H, HV, K)
+    for group in range(0, count):
+        i = group % 2
+        mbarrier.wait(taken.index(i), (group // 2 + 1) & 1)
+        keys, queries, decays, b_beta = loaded
+        of_bits = _bits_of(tokens[4], facts, places, group, W, XP, HAS_TREE)
+        x, b_keys = _columns(keys, queries)
+        exponents = gl.zeros([PARTS, XP, KB], gl.float32, WALK)
+        for n in gl.static_range(W):
+            is_above = _is_above(of_bits[0], of_bits[1], n, HAS_TREE)[:, :, None]
+            exponents += gl.where(is_above, decays[n][:, None, :], 0.0)
+        smem_x.index(i).store(x * _decay(exponents))
+        _store_tokens(k_ring, g_ring, keys, decays, facts, H, HV, K)
+        first, second = _item_word(places, group, 0), _item_word(places, group, 1)
+        num_live = gl.maximum(first // FOLDS % FOLDS, second // FOLDS % FOLDS)
+        num_folded = _group_word(places, group, 0, GROUP, gl.SliceLayout(1, COLUMNS))
+        mbarrier.wait(full, group & 1)
+        state_decay = _store_decayed(
+            smem_keys, smem_g, folds + i * (GROUP * 8 * NB * K), num_live, first % FOLDS,
+            second % FOLDS, NB, K,
+        )  # fmt: skip
+        barrier()
+        mbarrier.arrive(folded.index(i), count=1)
+        found, squares = _scores(smem_keys, smem_g, smem_x.index(i), num_live, NB, HAS_NORM)
+        barrier()
+        mbarrier.arrive(empty, count=1)
+        following = gl.minimum(group + 1, count - 1)
+        if (following % 2 == 0) & (following > group):
+            mbarrier.wait(placed, following // 2 & 1)
+        # on their way while this group's are summed
+        loaded = _load_tokens(tokens, facts, places, following, W, XP, H, HV, K)
+        x, of_row = _weigh_window(
+            x, b_keys, decays, b_beta.to(gl.float32), of_bits, of_weights, smem_x, i, scale, eps,
+            W, XP, HAS_TREE, HAS_NORM,
+        )  # fmt: skip
+        _store_scores(
+            found, squares, of_row, num_folded[:, None] % FOLDS, smem_x, scores, factors, i, eps,
+            NB, HAS_NORM,
+        )  # fmt: skip
+        smem_x.index(i).store(x * state_decay[:, None, :])
+        barrier()
+        mbarrier.arrive(weighed.index(i), count=1)
 
 
 @gluon.jit
