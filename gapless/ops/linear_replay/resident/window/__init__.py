@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gapless.ops.chaining import chained
-from gapless.ops.linear_replay.resident import half_states, is_resident_kind, programs_of
+from gapless.ops.linear_replay.resident import DIM, described_states, is_resident_kind, programs_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,14 +69,14 @@ def run_resident_window(
         folds = torch.empty(size, dtype=torch.float32, device=q.device)
     tensors = (q, k, v, beta, log_decay)
     _resident_window_kernel[(programs,)](
-        *tensors, indices.ring_read if ancestors is None else ancestors, out, half_states(memory),
+        *tensors, indices.ring_read if ancestors is None else ancestors, out, described_states(memory, DIM),
         folds, memory.checkpoint, memory.d_ring, memory.k_ring, memory.g_ring,
         indices.order, *indices.places(), indices.read_rows, indices.fold_rows,
         *(stride for x in tensors for stride in x.stride()[:2]),
         memory.d_ring.shape[0] - 1, num_items, scale, 0.0 if l2norm_eps is None else l2norm_eps,
         N=num_replayed, W=width, HALF=MOST_TOKENS, H=key_heads, HV=value_heads, K=key_dim,
         V=value_dim, IS_PER_CHANNEL=is_per_channel, HAS_TREE=ancestors is not None,
-        HAS_NORM=l2norm_eps is not None, num_warps=4, **chained(q),
+        HAS_NORM=l2norm_eps is not None, num_warps=8, **chained(q),
     )  # fmt: skip
     return out
 

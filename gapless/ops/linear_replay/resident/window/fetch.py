@@ -70,26 +70,23 @@ def _head_of(places, j, LAYOUT: gl.constexpr):
 @gluon.jit
 def _fetch_past(
     states, d_ring, of_states, smem_d, places, j, zero_entry,
-    NB: gl.constexpr, HV: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, LAYOUT: gl.constexpr,
+    NB: gl.constexpr, HV: gl.constexpr, V: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Ask for a visit's state, and for what the ring holds of its d, once there is room: entries
     that there are not become zeros."""
-    COPY: gl.constexpr = gl.BlockedLayout([1, 4], [128 // BV, BV // 4], [4, 1], [1, 0])
+    COPY: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     smem_states, full, empty = of_states
+    i = j % STAGES
     head, _ = _head_of(places, j, LAYOUT)
     state_row = gl.sum(_place(places, j, 1, LAYOUT), 0)
-    for half in gl.static_range(2):
-        i = half * STAGES + j % STAGES
-        mbarrier.wait(empty.index(i), _phase(j))
-        _fetch_state(states, smem_states, full, i, (state_row * HV + head) * V + half * BV)
-    o_v = gl.arange(0, BV, gl.SliceLayout(0, COPY))
+    mbarrier.wait(empty.index(i), _phase(j))
+    _fetch_state(states, smem_states, full, i, (state_row * HV + head) * V)
+    o_v = gl.arange(0, V, gl.SliceLayout(0, COPY))
     for b in gl.static_range(NB):
         entry = _entries(places, j, b).load(gl.SliceLayout(1, COPY))
         p_entry = d_ring + (entry.to(gl.int64) * (HV * V) + head * V)[:, None] + o_v[None, :]
         m_live = (entry != zero_entry)[:, None] & (o_v >= 0)[None, :]
-        for half in gl.static_range(2):
-            target = smem_d.index((half * STAGES + j % STAGES) * NB + b)
-            async_copy.async_copy_global_to_shared(target, p_entry + half * BV, m_live)
+        async_copy.async_copy_global_to_shared(smem_d.index(i * NB + b), p_entry, m_live)
 
 
 @gluon.jit
@@ -191,7 +188,7 @@ def _fetch(
     read_rows, fold_rows, of_states, of_windows, of_folds, inputs, folded, places, placed,
     visits, zero_entry,
     GROUP: gl.constexpr, N: gl.constexpr, NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     IS_PER_CHANNEL: gl.constexpr, HAS_TREE: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     """Keep STAGES items on their way, and ahead of readers what is to be folded."""
@@ -209,7 +206,7 @@ def _fetch(
     (_fetch_group_channels if IS_PER_CHANNEL else _fetch_group_ring)(
         k_ring, g_ring, inputs, places, 0, zero_entry, NB, GROUP, H, HV, K
     )
-    _fetch_past(states, d_ring, of_states, smem_d, places, 0, zero_entry, NB, HV, V, BV, LAYOUT)
+    _fetch_past(states, d_ring, of_states, smem_d, places, 0, zero_entry, NB, HV, V, LAYOUT)
     found = _load_places(
         order, ring_read, ring_write, read_rows, fold_mask, fold_rows, CHUNK, first, step, count,
         zero_entry, CHUNK, N, NB, W, XP, HV, PLACES,
@@ -219,7 +216,7 @@ def _fetch(
     if not IS_PER_CHANNEL:
         _fetch_group_tokens(tokens, inputs, places, 0, GROUP, W, XP, H, HV, K, HAS_TREE)
     if count > 1:
-        _fetch_past(states, d_ring, of_states, smem_d, places, 1, zero_entry, NB, HV, V, BV, LAYOUT)
+        _fetch_past(states, d_ring, of_states, smem_d, places, 1, zero_entry, NB, HV, V, LAYOUT)
     k_phase = 1
     for j in range(0, count):
         if j % CHUNK == GROUP:
@@ -232,7 +229,7 @@ def _fetch(
             )  # fmt: skip
         if j > 1:
             _fetch_past(
-                states, d_ring, of_states, smem_d, places, j, zero_entry, NB, HV, V, BV, LAYOUT
+                states, d_ring, of_states, smem_d, places, j, zero_entry, NB, HV, V, LAYOUT
             )
         k_phase = _fetch_window(
             tokens, v, folds, k_ring, of_windows, of_folds, folded, places, j, k_phase,

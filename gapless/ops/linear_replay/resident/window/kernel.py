@@ -27,7 +27,7 @@ from gapless.ops.linear_replay.resident.window.weigh_channels import _weigh_chan
 
 # of a thread of the second part that reads and of the one that fetches; what remains of 168 for
 # each thread is the first's that reads
-REGISTERS = gl.constexpr((136, 168, 72))
+REGISTERS = gl.constexpr((152, 88))
 
 
 @gluon.jit
@@ -62,7 +62,7 @@ def _resident_window_kernel(
     log_decay,
     ancestors,
     out,
-    states,  # descriptor of the checkpoints' value channels, in tiles [BV, K]
+    states,  # descriptor of the checkpoints' value channels, in tiles [V, K]
     folds,  # with a decay per channel what programs' folds add, else not used
     checkpoint,
     d_ring,
@@ -102,7 +102,6 @@ def _resident_window_kernel(
     num_warps: gl.constexpr,
 ):
     """Serve every `num_programs`-th item from the program's number on."""
-    BV: gl.constexpr = V // 2
     XP: gl.constexpr = 2 * HALF
     # lists of ring entries in eights: one place at least has none
     NB: gl.constexpr = N // 8 + 1
@@ -119,8 +118,8 @@ def _resident_window_kernel(
     WIDE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     WIDES: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
     short: gl.constexpr = k_ring.dtype.element_ty
-    smem_states = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BV, K], states.layout)
-    smem_d = gl.allocate_shared_memory(gl.float32, [2 * STAGES * NB, 8, BV], RING_D)
+    smem_states = gl.allocate_shared_memory(gl.float32, [STAGES, V, K], states.layout)
+    smem_d = gl.allocate_shared_memory(gl.float32, [STAGES * NB, 8, V], RING_D)
     values = gl.allocate_shared_memory(short, [STAGES, XP, V], SHORT)
     words = gl.allocate_shared_memory(gl.int32, [8 * CHUNK], FLAT)
     entries = gl.allocate_shared_memory(gl.int32, [2, CHUNK, SPAN], PLAIN)
@@ -130,8 +129,8 @@ def _resident_window_kernel(
     scores = gl.allocate_shared_memory(gl.float32, [2 * NB, GROUP, XP, 8], CUBE)
     mixed = gl.allocate_shared_memory(gl.float32, [2, GROUP, XP, XP], CUBE)
     factors = gl.allocate_shared_memory(gl.float32, [2, GROUP, SPAN], PLAIN)
-    full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     w_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -163,18 +162,17 @@ def _resident_window_kernel(
         of_entries = gl.allocate_shared_memory(gl.float32, [2, GROUP, SPAN], PLAIN)
         facts = words  # not used
         inputs = (ring_keys, ring_g, i_full, i_empty, vectors, gates, bits)
-    for i in gl.static_range(2 * STAGES):
+    for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
         # each thread's copies
         mbarrier.init(w_full.index(i), count=128)
     for i in gl.static_range(2):
         mbarrier.init(weighed.index(i), count=1)
-        mbarrier.init(taken.index(i), count=2)
+        mbarrier.init(taken.index(i), count=1)
         mbarrier.init(folded.index(i), count=1)
     mbarrier.init(k_full, count=128)
-    mbarrier.init(k_empty, count=2)
+    mbarrier.init(k_empty, count=1)
     mbarrier.init(placed, count=1)
     mbarrier.init(i_full, count=128)
     mbarrier.init(i_empty, count=1)
@@ -194,11 +192,7 @@ def _resident_window_kernel(
         [
             (_read, (
                 out, checkpoint, d_ring, of_states, of_windows, of_folds, of_weights, places, visits,
-                0, GROUP, NB, W, XP, HV, K, V, BV, IS_PER_CHANNEL, CHAINED, num_warps,
-            )),
-            (_read, (
-                out, checkpoint, d_ring, of_states, of_windows, of_folds, of_weights, places, visits,
-                1, GROUP, NB, W, XP, HV, K, V, BV, IS_PER_CHANNEL, CHAINED, num_warps,
+                GROUP, NB, W, XP, HV, K, V, IS_PER_CHANNEL, CHAINED, num_warps,
             )),
             (_weigh, (
                 tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, placed,
@@ -209,9 +203,9 @@ def _resident_window_kernel(
                 tokens, (v, v_stride, v_token_stride), states, folds, d_ring, k_ring, g_ring, order,
                 ring_read, ring_write, fold_mask, read_rows, fold_rows, of_states, of_windows,
                 of_folds, inputs, folded, places, placed, visits, zero_entry, GROUP, N, NB, W, XP,
-                H, HV, K, V, BV, IS_PER_CHANNEL, HAS_TREE, CHAINED,
+                H, HV, K, V, IS_PER_CHANNEL, HAS_TREE, CHAINED,
             )),
         ],
-        [num_warps, 4, 4],
+        [4, 4],
         REGISTERS,
     )  # fmt: skip
