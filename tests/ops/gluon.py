@@ -424,7 +424,9 @@ def _scan(x: Any, axis: int, combine: Callable[..., Any]) -> Any:
     for i in range(1, len(found[0])):
         steps = [Value(part[n]) for n in (i - 1, i) for part in found]
         combined = combine(*steps)
-        for part, step in zip(found, combined if isinstance(x, tuple) else (combined,), strict=True):
+        for part, step in zip(
+            found, combined if isinstance(x, tuple) else (combined,), strict=True
+        ):
             part[i] = step.tensor
     scanned = tuple(Value(part.movedim(0, axis)) for part in found)
     return scanned if isinstance(x, tuple) else scanned[0]

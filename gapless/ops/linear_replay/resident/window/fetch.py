@@ -228,9 +228,7 @@ def _fetch(
                 first, step, count, zero_entry, CHUNK, N, NB, W, XP, HV, PLACES,
             )  # fmt: skip
         if j > 1:
-            _fetch_past(
-                states, d_ring, of_states, smem_d, places, j, zero_entry, NB, HV, V, LAYOUT
-            )
+            _fetch_past(states, d_ring, of_states, smem_d, places, j, zero_entry, NB, HV, V, LAYOUT)
         k_phase = _fetch_window(
             tokens, v, folds, k_ring, of_windows, of_folds, folded, places, j, k_phase,
             GROUP, NB, W, XP, H, HV, K, V, IS_PER_CHANNEL, LAYOUT,

@@ -27,7 +27,7 @@ from gapless.ops.linear_replay.resident.window.weigh_channels import _weigh_chan
 
 # of a thread of the second part that reads and of the one that fetches; what remains of 168 for
 # each thread is the first's that reads
-REGISTERS = gl.constexpr((152, 88))
+REGISTERS = gl.constexpr((184, 88))
 
 
 @gluon.jit
@@ -53,7 +53,7 @@ def _weigh(
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["zero_entry", "num_items", "scale", "eps"])
+@gluon.jit(do_not_specialize=["zero_entry", "num_items", "num_programs", "scale", "eps"])
 def _resident_window_kernel(
     q,
     k,
@@ -86,6 +86,7 @@ def _resident_window_kernel(
     g_token_stride,
     zero_entry,
     num_items,
+    num_programs,
     scale,
     eps,
     N: gl.constexpr,
@@ -176,7 +177,7 @@ def _resident_window_kernel(
     mbarrier.init(placed, count=1)
     mbarrier.init(i_full, count=128)
     mbarrier.init(i_empty, count=1)
-    first, step = gl.program_id(0), gl.num_programs(0)
+    first, step = gl.program_id(0), num_programs
     visits = (first, step, (num_items - first + step - 1) // step)
     folds += first * (CHUNK * 8 * NB * K)
     of_states = (smem_states, full, empty)

@@ -104,7 +104,9 @@ def _mix(y, mixed, zeros, V: gl.constexpr, XP: gl.constexpr, LEFT: gl.constexpr)
 
 
 @gluon.jit
-def _load_vectors(smem_x, slot, w, GROUP: gl.constexpr, RIGHT: gl.constexpr, IS_PER_CHANNEL: gl.constexpr):
+def _load_vectors(
+    smem_x, slot, w, GROUP: gl.constexpr, RIGHT: gl.constexpr, IS_PER_CHANNEL: gl.constexpr
+):
     """Return a window's vectors in parts of KB channels."""
     WIDE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     vectors = ()

@@ -202,9 +202,7 @@ def _weigh_group(
                 fold *= key_scale
         scores.index(i * NB + b).store(found * past[:, None, :] * of_row[:, :, None])
         factors.index(i).slice(8 * b, 8, dim=1).store(fold)
-    _store_tokens(
-        k_ring, g_ring, smem_x, gates.index(0), places, group, W, XP, H, HV, K
-    )
+    _store_tokens(k_ring, g_ring, smem_x, gates.index(0), places, group, W, XP, H, HV, K)
     barrier()
     mbarrier.arrive(empty, count=1)
     mbarrier.arrive(weighed.index(i), count=1)

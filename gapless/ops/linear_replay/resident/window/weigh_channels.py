@@ -130,9 +130,7 @@ def _load_tokens(
 
 
 @gluon.jit
-def _key_channel(
-    facts, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, LAYOUT: gl.constexpr
-):
+def _key_channel(facts, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, LAYOUT: gl.constexpr):
     """Return where the channels of each part begin among those of H heads."""
     head = _fact(facts, HEAD, LAYOUT) // HEADS
     return head // (HV // H) * K + gl.arange(0, PARTS, LAYOUT) // GROUP * KB
@@ -249,21 +247,21 @@ def _store_decayed(
     # of all entries in powers of 2, of folded ones of e
     since = gl.zeros([PARTS, KB], gl.float32, VECTOR)
     fold_since = since
-    for b in gl.static_range(NB):
-        if _has_entries(num_live, b, NB):
-            g = _vectors_of(smem_g.index(b).load(WALK))
-            keys = _vectors_of(smem_keys.index(b).load(WALK).to(gl.float32))
-            decayed = ()
+    # unrolled it would not stay in the instruction cache
+    for b in range(NB - (num_live + 7) // 8, NB):
+        g = _vectors_of(smem_g.index(b).load(WALK))
+        keys = _vectors_of(smem_keys.index(b).load(WALK).to(gl.float32))
+        decayed = ()
+        for n in gl.static_range(8):
+            decayed = decayed + (keys[n] * gl.exp2(since),)
+            since += g[n] * 1.4426950408889634
+        smem_g.index(b).store(_rows_of(decayed))
+        if is_folding:
             for n in gl.static_range(8):
-                decayed = decayed + (keys[n] * gl.exp2(since),)
-                since += g[n] * 1.4426950408889634
-            smem_g.index(b).store(_rows_of(decayed))
-            if is_folding:
-                for n in gl.static_range(8):
-                    m_fold = (8 * (NB - b) - 1 - n < num_folded) & (o_k >= 0)
-                    p_key = p_fold + (8 * b + n) * K
-                    gl.store(p_key, keys[n] * _decay(fold_since), mask=m_fold)
-                    fold_since += gl.where(m_fold, g[n], 0.0)
+                m_fold = (8 * (NB - b) - 1 - n < num_folded) & (o_k >= 0)
+                p_key = p_fold + (8 * b + n) * K
+                gl.store(p_key, keys[n] * _decay(fold_since), mask=m_fold)
+                fold_since += gl.where(m_fold, g[n], 0.0)
     if is_folding:
         gl.store(p_fold, _exact_decay(fold_since))
     return gl.exp2(since)
@@ -283,9 +281,7 @@ def _fold_channel(NB: gl.constexpr, K: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _scores(
-    smem_keys, smem_g, smem_x, num_live, NB: gl.constexpr, HAS_NORM: gl.constexpr
-):
+def _scores(smem_keys, smem_g, smem_x, num_live, NB: gl.constexpr, HAS_NORM: gl.constexpr):
     """Return of each block of entries what parts count for in each column [PARTS, 8, 8], and what
     their keys' squares sum up to [PARTS, 8]."""
     UNITS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [PARTS, 1, 1], [1, 16, 8])
@@ -314,7 +310,9 @@ def _scores(
             score = of_heads + of_rests
             if HAS_NORM:
                 right = smem_keys.index(b).permute([0, 2, 1]).load(SHORT_RIGHT)
-                key = _stacked(gl.permute(right, [0, 2, 1]), gl.permute(right, [0, 2, 1]), SHORT_LEFT)
+                key = _stacked(
+                    gl.permute(right, [0, 2, 1]), gl.permute(right, [0, 2, 1]), SHORT_LEFT
+                )
                 products, _ = _unstacked(mma_v2(key, right, zeros), PART_SQUARE)
                 square = gl.sum(gl.where(o_row == o_column, products, 0.0), 1)
         found = found + (score,)
