@@ -419,17 +419,14 @@ def _extreme(of_tensors: Any, of_numbers: Any, a: Any, b: Any) -> Any:
 
 
 def _scan(x: Any, axis: int, combine: Callable[..., Any]) -> Any:
-    parts = x if isinstance(x, tuple) else (x,)
-    found = [part.tensor.clone().movedim(axis, 0) for part in parts]
+    is_single = isinstance(x, Value)
+    found = [part.tensor.clone().movedim(axis, 0) for part in ((x,) if is_single else x)]
     for i in range(1, len(found[0])):
-        steps = [Value(part[n]) for n in (i - 1, i) for part in found]
-        combined = combine(*steps)
-        for part, step in zip(
-            found, combined if isinstance(x, tuple) else (combined,), strict=True
-        ):
+        combined = combine(*(Value(part[n]) for n in (i - 1, i) for part in found))
+        for part, step in zip(found, (combined,) if is_single else combined, strict=True):
             part[i] = step.tensor
     scanned = tuple(Value(part.movedim(0, axis)) for part in found)
-    return scanned if isinstance(x, tuple) else scanned[0]
+    return scanned[0] if is_single else scanned
 
 
 def _load(pointer: Pointer | Choice, mask: Value | None = None, other: Any = None) -> Value:

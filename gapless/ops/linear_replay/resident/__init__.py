@@ -63,15 +63,15 @@ def is_resident_kind(
     )
 
 
-def described_states(memory: ReplayMemory, channels: int) -> Any:
-    """Describe checkpoints, for the tensor memory accelerator, in tiles of some value channels."""
+def described_states(memory: ReplayMemory) -> Any:
+    """Describe checkpoints, for the tensor memory accelerator, in tiles of a head's state."""
     # Gluon is loaded where it is used
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     rows = memory.checkpoint.view(-1, DIM)
-    return TensorDescriptor.from_tensor(rows, [channels, DIM], layout)
+    return TensorDescriptor.from_tensor(rows, [DIM, DIM], layout)
 
 
 def programs_of(num_items: int, device: torch.device, num_programs: int | None) -> int:
@@ -103,7 +103,7 @@ def run_resident(
     is_per_channel = log_decay.shape[3] > 1
     tensors = (q, k, v, beta, log_decay)
     _resident_kernel[(programs_of(num_items, q.device, num_programs),)](
-        *tensors, out, described_states(memory, DIM // 2),
+        *tensors, out, described_states(memory),
         memory.checkpoint, memory.d_ring, memory.k_ring, memory.g_ring,
         indices.order, *indices.places(), indices.read_rows, indices.fold_rows,
         *(x.stride(0) for x in tensors), memory.d_ring.shape[0] - 1, num_items, scale,
@@ -111,6 +111,6 @@ def run_resident(
         N=indices.ring_read.shape[1], NP=MOST_ENTRIES, H=key_heads, HV=value_heads,
         K=key_dim, V=value_dim, STAGES=CHANNEL_STAGES if is_per_channel else STAGES,
         IS_PER_CHANNEL=is_per_channel, HAS_NORM=l2norm_eps is not None,
-        num_warps=4, **chained(q),
+        num_warps=8, **chained(q),
     )  # fmt: skip
     return out

@@ -74,38 +74,35 @@ def _visit(places, j, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _entries(smem_entries, j, LAYOUT: gl.constexpr, NP: gl.constexpr):
-    """Return the ring entries [NP] of a visit."""
+def _list(lists, j, SIZE: gl.constexpr):
+    """Return the list [SIZE] of a visit."""
+    CHUNK: gl.constexpr = lists.shape[1]
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    entries = smem_entries._reinterpret(gl.int32, [2 * CHUNK, NP], FLAT)
-    return entries.index(j % (2 * CHUNK)).load(LAYOUT)
+    return lists._reinterpret(gl.int32, [2 * CHUNK, SIZE], FLAT).index(j % (2 * CHUNK))
 
 
 @gluon.jit
 def _fetch_state(states, smem_states, full, i, first_channel):
-    """Ask for half of an item's state."""
+    """Ask for an item's state."""
     mbarrier.expect(full.index(i), states.block_type.nbytes)
     tma.async_copy_global_to_shared(states, [first_channel, 0], full.index(i), smem_states.index(i))
 
 
 @gluon.jit
-def _fetch_ring(
-    p_d, smem_d, smem_entries, i, j, zero_entry,
-    NP: gl.constexpr, BV: gl.constexpr, STRIDE: gl.constexpr,
-):  # fmt: skip
-    """Ask for what the ring holds of half an item's d; entries that there are not become zeros."""
-    COPY: gl.constexpr = gl.BlockedLayout([1, 4], [128 // BV, BV // 4], [4, 1], [1, 0])
-    entry = _entries(smem_entries, j, gl.SliceLayout(1, COPY), NP)
-    o_v = gl.arange(0, BV, gl.SliceLayout(0, COPY))
+def _fetch_ring(d_ring, smem_d, entry, zero_entry, head, HV: gl.constexpr, V: gl.constexpr):
+    """Ask for what the ring holds of an item's d, [NP, V]; entries that there are not become zeros."""
+    COPY: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    entry = entry.load(gl.SliceLayout(1, COPY))
+    o_v = gl.arange(0, V, gl.SliceLayout(0, COPY))
     m_live = (entry != zero_entry)[:, None] & (o_v >= 0)[None, :]
-    p_entry = p_d + (entry.to(gl.int64) * STRIDE)[:, None] + o_v[None, :]
-    async_copy.async_copy_global_to_shared(smem_d.index(i), p_entry, m_live)
+    p_entry = d_ring + (entry.to(gl.int64) * (HV * V) + head * V)[:, None] + o_v[None, :]
+    async_copy.async_copy_global_to_shared(smem_d, p_entry, m_live)
 
 
 @gluon.jit
 def _fetch_token(
     q, k, v, smem_x, smem_v, full, row, head, stage, q_stride, k_stride, v_stride,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     IS_PER_CHANNEL: gl.constexpr,
 ):  # fmt: skip
     """Ask for an item's key and query, unless they reach readers with its weights, and its value:
@@ -117,8 +114,7 @@ def _fetch_token(
         async_copy.async_copy_global_to_shared(x.slice(0, K), k + row * k_stride + channel + o_k)
         async_copy.async_copy_global_to_shared(x.slice(K, K), q + row * q_stride + channel + o_k)
     async_copy.async_copy_global_to_shared(smem_v.index(stage), v + row * v_stride + head * V + o_v)
-    for half in gl.static_range(2):
-        async_copy.mbarrier_arrive(full.index(half * STAGES + stage), increment_count=False)
+    async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
 
 
 @gluon.jit
@@ -128,7 +124,7 @@ def _fetch_keys(
 ):  # fmt: skip
     """Ask for the keys of a visit's ring entries; those of the zero entry are zeros."""
     KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    entry = _entries(smem_entries, j, gl.SliceLayout(1, KEYS), NP).to(gl.int64)
+    entry = _list(smem_entries, j, NP).load(gl.SliceLayout(1, KEYS)).to(gl.int64)
     o_k = gl.arange(0, K, gl.SliceLayout(0, KEYS))
     p_keys = k_ring + ((entry * H + head // (HV // H)) * K)[:, None] + o_k[None, :]
     async_copy.async_copy_global_to_shared(smem_keys, p_keys)
@@ -146,7 +142,7 @@ def _fetch_fold(
     _fetch_keys(k_ring, smem_keys, smem_entries, j, head, NP, H, HV, K)
     if IS_PER_CHANNEL:
         DECAYS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-        entry = _entries(smem_newer, j, gl.SliceLayout(1, DECAYS), NP).to(gl.int64)
+        entry = _list(smem_newer, j, NP).load(gl.SliceLayout(1, DECAYS)).to(gl.int64)
         o_k = gl.arange(0, K, gl.SliceLayout(0, DECAYS))
         p_g = g_ring + ((entry * HV + head) * K)[:, None] + o_k[None, :]
         async_copy.async_copy_global_to_shared(smem_g, p_g)
@@ -158,7 +154,7 @@ def _fetch(
     q, k, v, states, d_ring, k_ring, g_ring, order, ring_read, read_rows, fold_mask,
     fetched, folded, places, asked, visits, q_stride, k_stride, v_stride, zero_entry,
     N: gl.constexpr, NP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
-    V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, IS_PER_CHANNEL: gl.constexpr,
+    V: gl.constexpr, STAGES: gl.constexpr, IS_PER_CHANNEL: gl.constexpr,
     CHAINED: gl.constexpr,
 ):  # fmt: skip
     """Keep STAGES items on their way."""
@@ -179,17 +175,12 @@ def _fetch(
                 # or what the first weights need would be the last to come
                 mbarrier.wait(asked, 0)
             row, state_row, head, is_folding = _visit(places, j, LAYOUT)
-            first_channel = (state_row * HV + head) * V
-            for half in gl.static_range(2):
-                i = half * STAGES + j
-                _fetch_state(states, smem_states, full, i, first_channel + half * BV)
+            _fetch_state(states, smem_states, full, j, (state_row * HV + head) * V)
     for j in gl.static_range(STAGES):
         if j < count:
             row, state_row, head, is_folding = _visit(places, j, LAYOUT)
-            for half in gl.static_range(2):
-                p_d = d_ring + head * V + half * BV
-                i = half * STAGES + j
-                _fetch_ring(p_d, smem_d, smem_entries, i, j, zero_entry, NP, BV, HV * V)
+            entry = _list(smem_entries, j, NP)
+            _fetch_ring(d_ring, smem_d.index(j), entry, zero_entry, head, HV, V)
     found = _load_places(
         order, ring_read, read_rows, fold_mask, CHUNK, first, step, count, zero_entry,
         N, NP, HV, IS_PER_CHANNEL, PLACES,
@@ -206,7 +197,7 @@ def _fetch(
                 k_phase ^= 1
             _fetch_token(
                 q, k, v, smem_x, smem_v, full, row, head, j, q_stride, k_stride, v_stride,
-                H, HV, K, V, STAGES, IS_PER_CHANNEL,
+                H, HV, K, V, IS_PER_CHANNEL,
             )  # fmt: skip
     stage = 0
     phase = 0
@@ -216,16 +207,13 @@ def _fetch(
             mbarrier.wait(k_empty, k_phase)
             _fetch_fold(k_ring, g_ring, folded, places, j, head, NP, H, HV, K, IS_PER_CHANNEL)
             k_phase ^= 1
-        first_channel = (state_row * HV + head) * V
-        for half in gl.static_range(2):
-            i = half * STAGES + stage
-            mbarrier.wait(empty.index(i), phase)
-            _fetch_state(states, smem_states, full, i, first_channel + half * BV)
-            p_d = d_ring + head * V + half * BV
-            _fetch_ring(p_d, smem_d, smem_entries, i, j, zero_entry, NP, BV, HV * V)
+        mbarrier.wait(empty.index(stage), phase)
+        _fetch_state(states, smem_states, full, stage, (state_row * HV + head) * V)
+        entry = _list(smem_entries, j, NP)
+        _fetch_ring(d_ring, smem_d.index(stage), entry, zero_entry, head, HV, V)
         _fetch_token(
             q, k, v, smem_x, smem_v, full, row, head, stage, q_stride, k_stride, v_stride,
-            H, HV, K, V, STAGES, IS_PER_CHANNEL,
+            H, HV, K, V, IS_PER_CHANNEL,
         )  # fmt: skip
         if (j + 1) % CHUNK == 0:
             _store_places(found, places, j + 1)

@@ -37,11 +37,11 @@ from gapless.ops.linear_replay.resident.read import _read
 from gapless.ops.linear_replay.resident.weigh import _weigh
 from gapless.ops.linear_replay.resident.weigh_channels import _weigh_channels
 
-# of a thread of the second part that reads, of the one that weighs and the one that fetches; what
-# remains of 128 for each thread is the first's that reads
-REGISTERS = gl.constexpr((136, 192, 40))
+# of a thread of the part that weighs and of the one that fetches; what remains of 128 for each is
+# for the part that reads
+REGISTERS = gl.constexpr((192, 40))
 # with a decay per channel
-CHANNEL_REGISTERS = gl.constexpr((128, 216, 40))
+CHANNEL_REGISTERS = gl.constexpr((216, 40))
 
 
 @gluon.jit(do_not_specialize=["zero_entry", "num_items"])
@@ -85,14 +85,13 @@ def _resident_kernel(
     num_warps: gl.constexpr,
 ):
     """Serve every `num_programs`-th item from the program's number on."""
-    BV: gl.constexpr = V // 2
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     KEYS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     short: gl.constexpr = k_ring.dtype.element_ty
-    smem_states = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BV, K], states.layout)
-    smem_d = gl.allocate_shared_memory(gl.float32, [2 * STAGES, NP, BV], PLAIN)
+    smem_states = gl.allocate_shared_memory(gl.float32, [STAGES, V, K], states.layout)
+    smem_d = gl.allocate_shared_memory(gl.float32, [STAGES, NP, V], PLAIN)
     smem_v = gl.allocate_shared_memory(short, [STAGES, V], FLAT)
     weights = gl.allocate_shared_memory(gl.float32, [2, GROUP, WORDS], PLAIN)
     keys = gl.allocate_shared_memory(short, [NP, K], KEYS)
@@ -103,30 +102,29 @@ def _resident_kernel(
         smem_x = gl.allocate_shared_memory(gl.float32, [2, GROUP, 2 * K], PLAIN)
         newer = gl.allocate_shared_memory(gl.int32, [2, CHUNK, NP], PLAIN)
         fold_g = gl.allocate_shared_memory(gl.float32, [NP, K], PLAIN)
-        # of each half's readers
         DECAYED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
-        decayed = gl.allocate_shared_memory(gl.float32, [2, NP, K], DECAYED)
-        decays = gl.allocate_shared_memory(gl.float32, [2, K], FLAT)
+        decayed = gl.allocate_shared_memory(gl.float32, [NP, K], DECAYED)
+        decays = gl.allocate_shared_memory(gl.float32, [K], FLAT)
     else:
         # of each item, as they are: its key and query
         smem_x = gl.allocate_shared_memory(short, [STAGES, 2 * K], FLAT)
         newer, fold_g, decayed, decays = entries, keys, keys, keys  # not used
-    full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     w_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     w_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     asked = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    for i in gl.static_range(2 * STAGES):
+    for i in gl.static_range(STAGES):
         # the bytes of a state, and each thread's copies
         mbarrier.init(full.index(i), count=1 + 128)
         mbarrier.init(empty.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(w_full.index(i), count=1)
-        mbarrier.init(w_empty.index(i), count=2)
+        mbarrier.init(w_empty.index(i), count=1)
     mbarrier.init(k_full, count=128)
-    mbarrier.init(k_empty, count=2)
+    mbarrier.init(k_empty, count=1)
     mbarrier.init(asked, count=1)
     first, step = gl.program_id(0), gl.num_programs(0)
     visits = (first, step, (num_items - first + step - 1) // step)
@@ -137,11 +135,7 @@ def _resident_kernel(
         [
             (_read, (
                 out, checkpoint, d_ring, fetched, weighed, folded, (decayed, decays), visits,
-                0, NP, HV, K, V, BV, STAGES, IS_PER_CHANNEL, CHAINED, num_warps,
-            )),
-            (_read, (
-                out, checkpoint, d_ring, fetched, weighed, folded, (decayed, decays), visits,
-                1, NP, HV, K, V, BV, STAGES, IS_PER_CHANNEL, CHAINED, num_warps,
+                NP, HV, K, V, STAGES, IS_PER_CHANNEL, CHAINED, num_warps,
             )),
             (_weigh_channels if IS_PER_CHANNEL else _weigh, (
                 q, k, beta, log_decay, k_ring, g_ring, order, ring_read, ring_write, fold_mask,
@@ -153,9 +147,9 @@ def _resident_kernel(
                 q, k, v, states, d_ring, k_ring, g_ring, order, ring_read, read_rows, fold_mask,
                 fetched, folded, (places, entries, newer), asked, visits,
                 q_stride, k_stride, v_stride, zero_entry,
-                N, NP, H, HV, K, V, BV, STAGES, IS_PER_CHANNEL, CHAINED,
+                N, NP, H, HV, K, V, STAGES, IS_PER_CHANNEL, CHAINED,
             )),
         ],
-        [num_warps, 4, 4],
+        [4, 4],
         CHANNEL_REGISTERS if IS_PER_CHANNEL else REGISTERS,
     )  # fmt: skip

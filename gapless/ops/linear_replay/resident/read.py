@@ -36,15 +36,15 @@ from gapless.ops.linear_replay.resident.items import (
 
 @gluon.jit
 def _partial(products, PARTS: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the sums of each thread's own products, [BV, 8] of [BV, PARTS * 8 * WIDTH]."""
+    """Return the sums of each thread's own products, [V, 8] of [V, PARTS * 8 * WIDTH]."""
     products = gl.reshape(products, [products.shape[0], PARTS, 8, WIDTH])
     return gl.convert_layout(gl.sum(gl.sum(products, 3), 1), LAYOUT)
 
 
 @gluon.jit
 def _store_fold(
-    tile, p_out, ring_d, weights, folded, k_phase, first_channel,
-    NP: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, num_warps: gl.constexpr,
+    tile, p_out, ring_d, weights, folded, k_phase,
+    NP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Store a tile of a folded state, as `fold_kernels._store_fold` does.
 
@@ -64,10 +64,10 @@ def _store_fold(
     d -= high.to(gl.float32)
     middle = d.to(gl.bfloat16)
     low = (d - middle.to(gl.float32)).to(gl.bfloat16)
-    added = mma_v2(low, keys, gl.zeros([BV, K], gl.float32, UNITS))
+    added = mma_v2(low, keys, gl.zeros([V, K], gl.float32, UNITS))
     added = mma_v2(middle, keys, added)
     added = mma_v2(high, keys, added)
-    o_v = first_channel + gl.arange(0, BV, gl.SliceLayout(1, UNITS))
+    o_v = gl.arange(0, V, gl.SliceLayout(1, UNITS))
     o_k = gl.arange(0, K, gl.SliceLayout(0, UNITS))
     state = tile.load(UNITS) * decay[:, None] + added
     gl.store(p_out + o_v[:, None] * K + o_k[None, :], state)
@@ -95,8 +95,8 @@ def _decay_keys(
 
 @gluon.jit
 def _store_channel_fold(
-    tile, p_out, ring_d, weights, folded, k_phase, decayed, decays, num_folded, first_channel,
-    NP: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, num_warps: gl.constexpr,
+    tile, p_out, ring_d, weights, folded, k_phase, decayed, decays, num_folded,
+    NP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Store the same with a decay per channel: keys are fp32 then, and products of 23 bits."""
     smem_keys, smem_g, k_full, k_empty = folded
@@ -107,7 +107,7 @@ def _store_channel_fold(
     factor = weights.slice(2 * NP, NP).load(gl.SliceLayout(0, LEFT))
     d = ring_d.permute([1, 0]).load(LEFT) * factor[None, :]
     d_head = _head(d)
-    o_v = first_channel + gl.arange(0, BV, gl.SliceLayout(1, UNITS))
+    o_v = gl.arange(0, V, gl.SliceLayout(1, UNITS))
     o_k = gl.arange(0, KB, gl.SliceLayout(0, UNITS))
     mbarrier.wait(k_full, k_phase)
     _decay_keys(smem_keys, smem_g, decayed, decays, num_folded, NP, K, num_warps)
@@ -115,7 +115,7 @@ def _store_channel_fold(
     for c in gl.static_range(K // KB):
         keys = decayed.slice(c * KB, KB, dim=1).load(RIGHT)
         head = _head(keys)
-        added = gl.zeros([BV, KB], gl.float32, UNITS)
+        added = gl.zeros([V, KB], gl.float32, UNITS)
         added = mma_v2(d - d_head, head, added, input_precision="tf32")
         added = mma_v2(d_head, keys - head, added, input_precision="tf32")
         added = mma_v2(d_head, head, added, input_precision="tf32")
@@ -127,11 +127,10 @@ def _store_channel_fold(
 @gluon.jit
 def _read(
     out, checkpoint, d_ring, fetched, weighed, folded, decayed, visits,
-    HALF: gl.constexpr, NP: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
-    BV: gl.constexpr, STAGES: gl.constexpr, IS_PER_CHANNEL: gl.constexpr, CHAINED: gl.constexpr,
-    num_warps: gl.constexpr,
+    NP: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+    IS_PER_CHANNEL: gl.constexpr, CHAINED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Read all of a program's items: half of their value channels."""
+    """Read all of a program's items."""
     # four rows of a thread; eight threads share a row's 128 bytes
     TILE: gl.constexpr = gl.BlockedLayout([4, 4], [4, 8], [num_warps, 1], [1, 0])
     PARTIAL: gl.constexpr = gl.BlockedLayout([4, 1], [4, 8], [num_warps, 1], [1, 0])
@@ -140,7 +139,7 @@ def _read(
     FACTOR: gl.constexpr = gl.SliceLayout(1, PARTIAL)
     ENTRIES: gl.constexpr = gl.SliceLayout(0, PARTIAL)
     REST: gl.constexpr = 3 * NP
-    o_v = HALF * BV + gl.arange(0, BV, ROWS)
+    o_v = gl.arange(0, V, ROWS)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     smem_states, smem_d, smem_x, smem_v, full, empty = fetched
     weights, _, w_full, w_empty = weighed
@@ -156,9 +155,8 @@ def _read(
     k_phase = 0
     for j in range(0, count):
         head = (first + _visited(j, first, count) * step) % HV
-        i = HALF * STAGES + stage
-        mbarrier.wait(full.index(i), phase)
-        tile = smem_states.index(i).load(TILE)
+        mbarrier.wait(full.index(stage), phase)
+        tile = smem_states.index(stage).load(TILE)
         group = j // GROUP
         own = weights.index(j % (2 * GROUP))
         if IS_PER_CHANNEL:
@@ -171,8 +169,8 @@ def _read(
         of_query = _partial(tile * query.to(gl.float32)[None, :], K // 32, 4, PARTIAL)
         if not IS_PER_CHANNEL:
             mbarrier.wait(w_full.index(group & 1), (group >> 1) & 1)
-        value = smem_v.index(stage).slice(HALF * BV, BV).load(ROWS).to(gl.float32)
-        ring_d = smem_d.index(i).permute([1, 0]).load(PARTIAL)
+        value = smem_v.index(stage).load(ROWS).to(gl.float32)
+        ring_d = smem_d.index(stage).permute([1, 0]).load(PARTIAL)
         d_weights, out_weights = own.slice(0, NP).load(ENTRIES), own.slice(NP, NP).load(ENTRIES)
         d, y = of_key, of_query
         if not IS_PER_CHANNEL:
@@ -191,17 +189,16 @@ def _read(
             p_out = checkpoint + (fold_row * HV + head) * (V * K)
             if IS_PER_CHANNEL:
                 _store_channel_fold(
-                    smem_states.index(i), p_out, smem_d.index(i), own, folded, k_phase,
-                    decayed[0].index(HALF), decayed[1].index(HALF), num_folded, HALF * BV,
-                    NP, K, BV, num_warps,
+                    smem_states.index(stage), p_out, smem_d.index(stage), own, folded, k_phase,
+                    decayed[0], decayed[1], num_folded, NP, K, V, num_warps,
                 )  # fmt: skip
             else:
                 _store_fold(
-                    smem_states.index(i), p_out, smem_d.index(i), own, folded, k_phase,
-                    HALF * BV, NP, K, BV, num_warps,
+                    smem_states.index(stage), p_out, smem_d.index(stage), own, folded, k_phase,
+                    NP, K, V, num_warps,
                 )  # fmt: skip
             k_phase ^= 1
-        mbarrier.arrive(empty.index(i), count=1)
+        mbarrier.arrive(empty.index(stage), count=1)
         mbarrier.arrive(w_empty.index(group & 1), count=1, pred=j % GROUP == GROUP - 1)
         d = gl.convert_layout(gl.sum(d, 1), ROWS) + d_value
         y = gl.convert_layout(gl.sum(y, 1), ROWS) + y_value

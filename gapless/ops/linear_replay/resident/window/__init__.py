@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gapless.ops.chaining import chained
-from gapless.ops.linear_replay.resident import DIM, described_states, is_resident_kind, programs_of
+from gapless.ops.linear_replay.resident import described_states, is_resident_kind, programs_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,8 +69,8 @@ def run_resident_window(
         folds = torch.empty(size, dtype=torch.float32, device=q.device)
     tensors = (q, k, v, beta, log_decay)
     _resident_window_kernel[(programs,)](
-        *tensors, indices.ring_read if ancestors is None else ancestors, out, described_states(memory, DIM),
-        folds, memory.checkpoint, memory.d_ring, memory.k_ring, memory.g_ring,
+        *tensors, indices.ring_read if ancestors is None else ancestors, out,
+        described_states(memory), folds, memory.checkpoint, memory.d_ring, memory.k_ring, memory.g_ring,
         indices.order, *indices.places(), indices.read_rows, indices.fold_rows,
         *(stride for x in tensors for stride in x.stride()[:2]),
         memory.d_ring.shape[0] - 1, num_items, programs, scale,

@@ -8,13 +8,18 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
-from gapless.ops.linear_replay.resident.fetch import _fetch_state, _place, _store_places
+from gapless.ops.linear_replay.resident.fetch import (
+    _fetch_ring,
+    _fetch_state,
+    _list,
+    _place,
+    _store_places,
+)
 from gapless.ops.linear_replay.resident.items import _items, _pairs
 from gapless.ops.linear_replay.resident.window.groups import (
     FOLDS,
     HEADS,
     SPAN,
-    _entries,
     _fetch_group_channels,
     _fetch_group_ring,
     _fetch_group_tokens,
@@ -31,9 +36,9 @@ def _load_places(
     CHUNK: gl.constexpr, N: gl.constexpr, NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr,
     HV: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
-    """Load where CHUNK visits from j0 on read, write and fold: words 0, its head, how many
-    entries it has and how many it folds; 1, the row of its state; 2, its row; 3, the row that it folds into; and lists
-    of the entries that are read, the newest first, and written."""
+    """Load where CHUNK visits from j0 on read, write and fold: words 0, its head, how many entries
+    it has and how many it folds; 1, the row of its state; 2, its row; 3, the row that it folds
+    into; and lists of the entries that are read, the newest first, and written."""
     ITEM: gl.constexpr = gl.SliceLayout(1, PLACES)
     item = _items(j0, first, step, count, CHUNK, ITEM)
     row = gl.load(order + item // HV).to(gl.int32)
@@ -74,19 +79,15 @@ def _fetch_past(
 ):  # fmt: skip
     """Ask for a visit's state, and for what the ring holds of its d, once there is room: entries
     that there are not become zeros."""
-    COPY: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     smem_states, full, empty = of_states
     i = j % STAGES
     head, _ = _head_of(places, j, LAYOUT)
     state_row = gl.sum(_place(places, j, 1, LAYOUT), 0)
     mbarrier.wait(empty.index(i), _phase(j))
     _fetch_state(states, smem_states, full, i, (state_row * HV + head) * V)
-    o_v = gl.arange(0, V, gl.SliceLayout(0, COPY))
     for b in gl.static_range(NB):
-        entry = _entries(places, j, b).load(gl.SliceLayout(1, COPY))
-        p_entry = d_ring + (entry.to(gl.int64) * (HV * V) + head * V)[:, None] + o_v[None, :]
-        m_live = (entry != zero_entry)[:, None] & (o_v >= 0)[None, :]
-        async_copy.async_copy_global_to_shared(smem_d.index(i * NB + b), p_entry, m_live)
+        entry = _list(places[1], j, SPAN).slice(8 * b, 8)
+        _fetch_ring(d_ring, smem_d.index(i * NB + b), entry, zero_entry, head, HV, V)
 
 
 @gluon.jit
@@ -140,7 +141,12 @@ def _fetch_fold(
             m_fold |= o_place == 0
             p_keys = folds + (o_place * K)[:, None] + o_k[None, :]
         else:
-            entry = _entries(places, j, b).load(gl.SliceLayout(1, LAYOUT)).to(gl.int64)
+            entry = (
+                _list(places[1], j, SPAN)
+                .slice(8 * b, 8)
+                .load(gl.SliceLayout(1, LAYOUT))
+                .to(gl.int64)
+            )
             p_keys = k_ring + ((entry * H + head // (HV // H)) * K)[:, None] + o_k[None, :]
         m_keys = m_fold[:, None] & (o_k >= 0)[None, :]
         async_copy.async_copy_global_to_shared(keys.index(b), p_keys, m_keys)

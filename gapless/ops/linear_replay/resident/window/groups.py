@@ -10,8 +10,8 @@ from gapless.ops.linear_replay.resident.items import _pairs
 
 # visits that are weighed at once: a warp has one, or with a decay per channel half of one
 HEAD_GROUP, CHANNEL_GROUP = gl.constexpr(4), gl.constexpr(2)
-# places of a visit's list of ring entries, the newest first: of those that a block of eight may have
-# beyond the N entries the first is none's, and where weights are listed it is the state's
+# places of a visit's list of ring entries, in blocks of eight, the newest first; blocks have a place
+# more than there are entries, the first, and where weights are listed it is the state's
 SPAN = gl.constexpr(32)
 # a value head, how many entries its row has, and how many of them it folds share a word
 HEADS, FOLDS = gl.constexpr(4096), gl.constexpr(64)
@@ -28,15 +28,6 @@ def _before(g, AXIS: gl.constexpr):
     """Return for each entry along an axis the sum of all those before it."""
     before, _ = gl.associative_scan((gl.zeros_like(g), g), AXIS, _join_newer)
     return before
-
-
-@gluon.jit
-def _entries(places, j, b: gl.constexpr):
-    """Return eight of the ring entries of a visit."""
-    CHUNK: gl.constexpr = places[1].shape[1]
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    entries = places[1]._reinterpret(gl.int32, [2 * CHUNK, SPAN], FLAT)
-    return entries.index(j % (2 * CHUNK)).slice(8 * b, 8)
 
 
 @gluon.jit

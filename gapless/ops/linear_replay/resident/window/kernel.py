@@ -32,8 +32,9 @@ REGISTERS = gl.constexpr((184, 88))
 
 @gluon.jit
 def _weigh(
-    tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, placed, folded, visits,
-    scale, eps, GROUP: gl.constexpr, NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr,
+    tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, placed, folded,
+    visits, scale, eps,
+    GROUP: gl.constexpr, NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr,
     HV: gl.constexpr, K: gl.constexpr, IS_PER_CHANNEL: gl.constexpr, HAS_TREE: gl.constexpr,
     HAS_NORM: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
@@ -43,8 +44,8 @@ def _weigh(
     count = (visits[2] + GROUP - 1) // GROUP
     if IS_PER_CHANNEL:
         _weigh_channels(
-            tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, placed, folded,
-            count, scale, eps, NB, W, XP, H, HV, K, HAS_TREE, HAS_NORM,
+            tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, placed,
+            folded, count, scale, eps, NB, W, XP, H, HV, K, HAS_TREE, HAS_NORM,
         )  # fmt: skip
     else:
         _weigh_heads(
@@ -192,13 +193,13 @@ def _resident_window_kernel(
     gl.warp_specialize(
         [
             (_read, (
-                out, checkpoint, d_ring, of_states, of_windows, of_folds, of_weights, places, visits,
-                GROUP, NB, W, XP, HV, K, V, IS_PER_CHANNEL, CHAINED, num_warps,
+                out, checkpoint, d_ring, of_states, of_windows, of_folds, of_weights, places,
+                visits, GROUP, NB, W, XP, HV, K, V, IS_PER_CHANNEL, CHAINED, num_warps,
             )),
             (_weigh, (
                 tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, placed,
-                folded, visits, scale, eps, GROUP, NB, W, XP, H, HV, K, IS_PER_CHANNEL, HAS_TREE, HAS_NORM,
-                CHAINED,
+                folded, visits, scale, eps, GROUP, NB, W, XP, H, HV, K, IS_PER_CHANNEL, HAS_TREE,
+                HAS_NORM, CHAINED,
             )),
             (_fetch, (
                 tokens, (v, v_stride, v_token_stride), states, folds, d_ring, k_ring, g_ring, order,

@@ -58,41 +58,6 @@ def _twice(mixed, XP: gl.constexpr, RIGHT: gl.constexpr):
 
 
 @gluon.jit
-def _beside(a, b, AXIS: gl.constexpr, OPERAND: gl.constexpr):
-    """Return two operands' eights side by side along what is summed."""
-    both = gl.join(a, b)
-    if AXIS == 1:
-        both = gl.reshape(gl.permute(both, [0, 2, 1]), [a.shape[0], 2 * a.shape[1]])
-    else:
-        both = gl.reshape(gl.permute(both, [2, 0, 1]), [2 * a.shape[0], a.shape[1]])
-    return gl.convert_layout(both, OPERAND, assert_trivial=True)
-
-
-@gluon.jit
-def _dot_eights(left, right, sums, UNITS: gl.constexpr, SPLIT_B: gl.constexpr):
-    """Add products of tuples of [M, 8] and [8, N], as `_dot` does.
-
-    Matrix units take 16 at once: two eights, or the head and the rest of one.
-    """
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, UNITS, 1)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, UNITS, 1)
-    for p in gl.static_range(len(left) // 2):
-        a = _beside(left[2 * p], left[2 * p + 1], 1, LEFT)
-        b = _beside(right[2 * p], right[2 * p + 1], 0, RIGHT)
-        sums = _dot(a, b, sums, SPLIT_B)
-    if len(left) % 2 == 1:
-        a, b = left[len(left) - 1], right[len(left) - 1]
-        head = _head(a)
-        a = _beside(head, a - head, 1, LEFT)
-        if SPLIT_B:
-            head = _head(b)
-            sums = _tf32(a, _beside(b - head, b - head, 0, RIGHT), sums)
-            b = head
-        sums = _tf32(a, _beside(b, b, 0, RIGHT), sums)
-    return sums
-
-
-@gluon.jit
 def _mix(y, mixed, zeros, V: gl.constexpr, XP: gl.constexpr, LEFT: gl.constexpr):
     """Return what columns [V, XP] come to. Heads and rests enter in one product, in an order in
     which each thread feeds to the matrix units what it holds: two neighbours of each."""

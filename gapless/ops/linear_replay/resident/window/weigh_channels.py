@@ -7,6 +7,7 @@ an entry block's values of two channels, and multiplied with columns on matrix u
 over channels is a sum of the two parts' sums.
 """
 
+# ruff: noqa: RUF005
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -417,8 +418,8 @@ def _load_bits(ancestors, row, node, W: gl.constexpr):
 @gluon.jit
 def _weigh_channels(
     tokens, k_ring, g_ring, folds, inputs, of_weights, smem_x, facts, places, placed, folded, count,
-    scale, eps, NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
-    K: gl.constexpr, HAS_TREE: gl.constexpr, HAS_NORM: gl.constexpr,
+    scale, eps,
+    NB: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, HAS_TREE: gl.constexpr, HAS_NORM: gl.constexpr,
 ):  # fmt: skip
     """Work out all groups' weights, and put their keys and decays into the rings."""
     COLUMNS: gl.constexpr = gl.SliceLayout(1, SQUARE)
