@@ -171,6 +171,9 @@ def _read(
             mbarrier.wait(w_full.index(group & 1), (group >> 1) & 1)
         value = smem_v.index(stage).load(ROWS).to(gl.float32)
         ring_d = smem_d.index(stage).permute([1, 0]).load(PARTIAL)
+        num_folded = _number(own, REST + NUM_FOLDED, ROWS)
+        # all that an item without a fold needs is in registers
+        mbarrier.arrive(empty.index(stage), count=1, pred=num_folded == 0)
         d_weights, out_weights = own.slice(0, NP).load(ENTRIES), own.slice(NP, NP).load(ENTRIES)
         d, y = of_key, of_query
         if not IS_PER_CHANNEL:
@@ -183,7 +186,6 @@ def _read(
         y_value = value * _word(own, REST + OUT_OF_VALUE, ROWS)
         row = _bits(_word(own, REST + ROW, ROWS)).to(gl.int64)
         written = _bits(_word(own, REST + WRITTEN, ROWS)).to(gl.int64)
-        num_folded = _number(own, REST + NUM_FOLDED, ROWS)
         if num_folded != 0:
             fold_row = _number(own, REST + FOLD_ROW, ROWS).to(gl.int64)
             p_out = checkpoint + (fold_row * HV + head) * (V * K)
@@ -197,8 +199,8 @@ def _read(
                     smem_states.index(stage), p_out, smem_d.index(stage), own, folded, k_phase,
                     NP, K, V, num_warps,
                 )  # fmt: skip
+            mbarrier.arrive(empty.index(stage), count=1)
             k_phase ^= 1
-        mbarrier.arrive(empty.index(stage), count=1)
         mbarrier.arrive(w_empty.index(group & 1), count=1, pred=j % GROUP == GROUP - 1)
         d = gl.convert_layout(gl.sum(d, 1), ROWS) + d_value
         y = gl.convert_layout(gl.sum(y, 1), ROWS) + y_value
