@@ -5,9 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.gpu.linear_replay import Case, _step_results
+from benchmarks.gpu.harness import relative
+from benchmarks.gpu.linear_replay import (
+    D_BOUND,
+    EPS,
+    OUT_BOUND,
+    STATE_BOUND,
+    Case,
+    Decoding,
+    Inputs,
+    _step_results,
+    call,
+)
 from gapless.core.specs.linear import Recurrence
-from gapless.ops.linear_replay import resident
+from gapless.ops.linear_replay import ReplayMemory, reference, resident, triton
 from gapless.ops.linear_replay.resident import window
 
 pytestmark = pytest.mark.gpu
@@ -57,8 +68,6 @@ def test_rings_of_other_lengths(
 @pytest.mark.parametrize("recurrence", DELTA_RULES)
 def test_steps_repeat_to_the_bit(recurrence: Recurrence, launches: list[int]) -> None:
     """Whichever part is faster, sums are the same."""
-    from benchmarks.gpu.linear_replay import Decoding, Inputs, call
-
     device = torch.device("cuda")
     case = Case(recurrence)
     decoding = Decoding(case, 100, device)
@@ -100,3 +109,52 @@ def test_resident_windows_are_what_the_definition_says(
     results = _step_results(case, rows, torch.device("cuda"))
     assert window_launches == [width]
     assert not [found for found in results if not found["ok"]]
+
+
+def drawn_ancestors(rows: int, width: int, device: torch.device) -> torch.Tensor:
+    """Draw a tree for each row, [rows, width] int64: bit i of node n says that i is on its path."""
+    bits = torch.ones(rows, width, dtype=torch.int64, device=device)
+    for n in range(1, width):
+        parent = torch.randint(n, (rows, 1), device=device)
+        bits[:, n] = bits.gather(1, parent)[:, 0] | 1 << n
+    return bits
+
+
+@pytest.mark.parametrize("is_tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("rows", [33, 100])
+@pytest.mark.parametrize("recurrence", DELTA_RULES)
+def test_windows_of_rows_that_all_fold(
+    recurrence: Recurrence, rows: int, is_tree: bool, window_launches: list[int]
+) -> None:
+    """Chains or trees, of which items one after the other fold; and steps repeat to the bit."""
+    torch.manual_seed(rows)
+    device = torch.device("cuda")
+    case = Case(recurrence, 4, 16, 4)
+    decoding = Decoding(case, rows, device)
+    columns = decoding.columns
+    columns.seq_lens[:rows] = columns.checkpoint_len[:rows] + 16 + torch.arange(rows).to(device) % 4
+    indices = decoding._plan().replay
+    assert indices.fold_mask.any(1).all()
+    inputs, start = Inputs.draw(case, rows, device), decoding.memory()
+    settings = {
+        "recurrence": recurrence,
+        "l2norm_eps": EPS,
+        "scale": 1.0,
+        "ancestors": drawn_ancestors(rows, 4, device) if is_tree else None,
+    }
+    wanted = ReplayMemory(*(x.double() for x in vars(start).values()))
+    wanted_out = reference.replay_window(*inputs.exact, wanted, indices, **settings)
+    found = []
+    for _ in range(10):
+        memory = ReplayMemory(*(x.clone() for x in vars(start).values()))
+        out = triton.replay_window(*inputs.args, memory, indices, **settings)
+        found.append([out, *vars(memory).values()])
+    assert window_launches == [4] * 10
+    out, checkpoint, d_ring = found[0][:3]
+    written, folded = indices.ring_write.flatten(), indices.fold_rows
+    assert relative(out, wanted_out) <= OUT_BOUND
+    assert relative(d_ring[written], wanted.d_ring[written]) <= D_BOUND
+    bound = STATE_BOUND[torch.float32]
+    assert relative(checkpoint[folded], wanted.checkpoint[folded]) <= bound
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))

@@ -4,7 +4,7 @@ Same functions and meaning as `reference.py`. The ring entry of zeros is the rin
 that it is recognised and not read. One token takes the launch of `token_kernel.py`; with many rows,
 or a decay per channel, a weights kernel and the launch of `token_stream_kernel.py`; on a Hopper GPU
 many rows of a delta rule take the launch of `resident/kernel.py` where it serves them. Windows of
-several take a weights kernel and the launch of `window_stream_kernel.py`, or that of
+several take a weights kernel and the launch of `window_stream_kernel.py`, or there the one of
 `resident/window/kernel.py`.
 """
 

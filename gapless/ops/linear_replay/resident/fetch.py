@@ -90,7 +90,7 @@ def _fetch_state(states, smem_states, full, i, first_channel):
 
 @gluon.jit
 def _fetch_ring(d_ring, smem_d, entry, zero_entry, head, HV: gl.constexpr, V: gl.constexpr):
-    """Ask for what the ring holds of an item's d, [NP, V]; entries that there are not become zeros."""
+    """Ask for what the ring holds of an item's d; entries that there are not become zeros."""
     COPY: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     entry = entry.load(gl.SliceLayout(1, COPY))
     o_v = gl.arange(0, V, gl.SliceLayout(0, COPY))

@@ -4,13 +4,13 @@ What is computed is what `token_kernel.py` and `token_stream_kernel.py` compute.
 its multiprocessor for the whole launch and serves a list of *items*, an item being a row and value
 head. Its warps have parts of their own, which hand each other buffers in shared memory:
 
-    fetch   asks for states, a tile of half an item at a time, with the tensor memory accelerator,
-            and for what the ring holds of d, two or three items ahead of those that read them
+    fetch   asks for states with the tensor memory accelerator, and for what the ring holds of d,
+            two or three items ahead of those that read them
     weigh   works out what keys, decays and beta say, for four items at once, a warp for each: with
             one decay per head the ring's weights and six factors of an item, with one per channel
             what its state is read with for d and for the output, too
-    read    twice, for the two halves of a head's value channels: sums each tile against key and
-            query, adds the ring, and folds what is to be folded
+    read    eight warps: sums each state against key and query, adds the ring, and folds what is to
+            be folded
 
 So neither the weights of one item nor the fold of another keeps the next states from being on their
 way, which is all that the launch's time depends on. A buffer has two barriers: `full`, which its

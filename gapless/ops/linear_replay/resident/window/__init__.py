@@ -70,7 +70,8 @@ def run_resident_window(
     tensors = (q, k, v, beta, log_decay)
     _resident_window_kernel[(programs,)](
         *tensors, indices.ring_read if ancestors is None else ancestors, out,
-        described_states(memory), folds, memory.checkpoint, memory.d_ring, memory.k_ring, memory.g_ring,
+        described_states(memory), folds,
+        memory.checkpoint, memory.d_ring, memory.k_ring, memory.g_ring,
         indices.order, *indices.places(), indices.read_rows, indices.fold_rows,
         *(stride for x in tensors for stride in x.stride()[:2]),
         memory.d_ring.shape[0] - 1, num_items, programs, scale,

@@ -141,13 +141,10 @@ def _fetch_fold(
             m_fold |= o_place == 0
             p_keys = folds + (o_place * K)[:, None] + o_k[None, :]
         else:
-            entry = (
-                _list(places[1], j, SPAN)
-                .slice(8 * b, 8)
-                .load(gl.SliceLayout(1, LAYOUT))
-                .to(gl.int64)
+            entry = _list(places[1], j, SPAN).slice(8 * b, 8).load(gl.SliceLayout(1, LAYOUT))
+            p_keys = (
+                k_ring + ((entry.to(gl.int64) * H + head // (HV // H)) * K)[:, None] + o_k[None, :]
             )
-            p_keys = k_ring + ((entry * H + head // (HV // H)) * K)[:, None] + o_k[None, :]
         m_keys = m_fold[:, None] & (o_k >= 0)[None, :]
         async_copy.async_copy_global_to_shared(keys.index(b), p_keys, m_keys)
     async_copy.mbarrier_arrive(full, increment_count=False)

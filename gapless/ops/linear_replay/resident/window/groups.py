@@ -10,8 +10,8 @@ from gapless.ops.linear_replay.resident.items import _pairs
 
 # visits that are weighed at once: a warp has one, or with a decay per channel half of one
 HEAD_GROUP, CHANNEL_GROUP = gl.constexpr(4), gl.constexpr(2)
-# places of a visit's list of ring entries, in blocks of eight, the newest first; blocks have a place
-# more than there are entries, the first, and where weights are listed it is the state's
+# places of a visit's list of ring entries, in blocks of eight, the newest first; the first place is
+# none's, and where weights are listed the state's
 SPAN = gl.constexpr(32)
 # a value head, how many entries its row has, and how many of them it folds share a word
 HEADS, FOLDS = gl.constexpr(4096), gl.constexpr(64)

@@ -1,15 +1,23 @@
-"""Windows of 2 to 4 tokens of many rows on Hopper GPUs: the second of two launches, resident.
+"""Windows of 2 to 4 tokens of many rows on Hopper GPUs, in one launch of resident programs.
 
-What is computed, and what a record holds: `window_scores_kernel.py`; what resident programs are:
-`resident/kernel.py`. What keys, decays and beta say of an item is in its record, so these parts are
-enough:
+What is computed: `window_scores_kernel.py` and `window_stream_kernel.py`; what resident programs,
+items and visits are: `resident/kernel.py`. The parts of a program are
 
-    fetch   asks for states with the tensor memory accelerator, and for all else, two items ahead
-    read    twice, for the two halves of a head's value channels: everything that
-            `window_stream_kernel.py` does, on matrix units, out of shared memory
+    fetch   asks for states with the tensor memory accelerator, two items ahead, and for what rings
+            hold of keys and decays, a group of visits ahead
+    weigh   works out a group at a time what `window_scores_kernel.py` puts into records, and puts
+            the windows' keys and decays into the rings
+    read    eight warps: everything that `window_stream_kernel.py` does, on matrix units, out of
+            shared memory
 
 A buffer has two barriers: `full`, which its writers arrive at, and `empty`, which its readers do.
-Few items fold, so what folds need besides has one buffer.
+What is weighed has two places, of groups with even and odd numbers, and the barriers `weighed` and
+`taken`. Few items fold, so what folds need besides has one buffer. With a decay per channel it is
+left in global memory by weighing, as shared memory is full, and `folded` says when.
+
+What all parts do at once has to stay in the instruction cache: with two parts that read, one for
+each half of the value channels, and folds unrolled, windows with a decay per channel took a quarter
+longer.
 """
 
 from __future__ import annotations
@@ -25,8 +33,8 @@ from gapless.ops.linear_replay.resident.window.read import _read
 from gapless.ops.linear_replay.resident.window.weigh import _weigh_heads
 from gapless.ops.linear_replay.resident.window.weigh_channels import _weigh_channels
 
-# of a thread of the second part that reads and of the one that fetches; what remains of 168 for
-# each thread is the first's that reads
+# of a thread of the part that weighs and of the one that fetches; what remains of 128 for each is
+# for the part that reads
 REGISTERS = gl.constexpr((184, 88))
 
 

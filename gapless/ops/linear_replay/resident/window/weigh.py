@@ -1,7 +1,7 @@
-"""What keys, decays and beta say of a group of items, by the parts that read: `kernel.py`.
+"""What keys, decays and beta say of groups of items, by a part of a program: `kernel.py`.
 
-Formulas are those of `window_scores_kernel.py`; here a warp has an item, and products are those of
-its keys alone, on matrix units.
+Formulas are those of `window_scores_kernel.py`; here a warp has an item, and its products are on
+matrix units.
 """
 
 from __future__ import annotations
