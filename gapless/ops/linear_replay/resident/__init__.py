@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from gapless.ops.linear_replay.reference import ReplayIndices, ReplayMemory
 
 # A program shares its multiprocessor with none of the kernels before and after it: with few items a
-# step loses by that what the launch itself gains, 2% with 8 rows of 32 heads and 13% with 64.
+# step loses by that what the launch itself gains, which was 12 to 16% with 8 to 32 rows of 32 heads
+# where steps took 0.3 to 0.9% longer.
 LEAST_ITEMS = 64 * 32
-# with fewer most steps fold
-LEAST_ENTRIES, MOST_ENTRIES = 5, 16
+# with a single entry each step folds
+LEAST_ENTRIES, MOST_ENTRIES = 2, 16
 DIM = 128  # K and V
 STAGES = 3
 # vectors and decays of each channel take the room of the third
