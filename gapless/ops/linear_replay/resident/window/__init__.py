@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
     from gapless.ops.linear_replay.reference import ReplayIndices, ReplayMemory
 
-# steps with 16 rows of 32 heads gain 0.4%, with 8 they lose 0.1% (`resident.LEAST_ITEMS`), though the
-# launch takes two thirds of the time
+# steps of 16 rows of 32 heads gain 0.4% by it and those of 8 lose 0.1%, though the launch takes two
+# thirds of the time there, too: see `resident.LEAST_ITEMS`
 LEAST_WINDOW_ITEMS = 16 * 32
 MOST_TOKENS = 4
+# more leave no room in shared memory
 MOST_ENTRIES = 23
 
 
@@ -26,7 +27,7 @@ def can_reside_window(
     memory: ReplayMemory,
     num_replayed: int,  # N
 ) -> bool:
-    """Whether the resident kernel serves the second launch of these windows.
+    """Whether the resident kernel serves these windows.
 
     It does with 2 to 4 tokens, enough rows and value heads, and `is_resident_kind`.
     """
