@@ -3,9 +3,9 @@
 A kernel's functions run as they are, with torch in the place of the language: layouts say nothing,
 values are whole tensors, pointers are places in a tensor's storage. Each part of a specialised
 kernel is a thread of which one runs at a time: at each barrier and copy a seeded choice says which
-goes on, and copies under way end at a seeded time too, some of them late. What a copy is on its way
-to holds NaN until then, so a part that reads too early, or one that lets go too early, is found by
-what it computes; parts that wait for each other for ever are told apart by name.
+goes on, and copies under way read and end at seeded times too, some of them late. What a copy is on
+its way to holds NaN until then, so a part that reads too early, or one that lets go too early, is
+found by what it computes; parts that wait for each other for ever are told apart by name.
 
 Only what the resident replay kernels use is there.
 """
@@ -372,8 +372,10 @@ class Multiprocessor:
 
     def _copy(self, target: Shared, source: Pointer | Choice, mask: Value | None = None) -> None:
         target.tensor.fill_(float("nan"))
-        other = None if mask is None else 0
-        self._queue().append(lambda: target.store(_load(source, mask, other)))
+        load = partial(_load, source, mask, None if mask is None else 0)
+        # it may read at once, and end later
+        found = load() if self.random.random() < 0.5 else None
+        self._queue().append(lambda: target.store(load() if found is None else found))
         self._pause()
 
     def _arrive_when_copied(self, place: Shared, increment_count: bool) -> None:
@@ -419,14 +421,23 @@ def _extreme(of_tensors: Any, of_numbers: Any, a: Any, b: Any) -> Any:
 
 
 def _scan(x: Any, axis: int, combine: Callable[..., Any]) -> Any:
-    is_single = isinstance(x, Value)
-    found = [part.tensor.clone().movedim(axis, 0) for part in ((x,) if is_single else x)]
-    for i in range(1, len(found[0])):
-        combined = combine(*(Value(part[n]) for n in (i - 1, i) for part in found))
-        for part, step in zip(found, (combined,) if is_single else combined, strict=True):
-            part[i] = step.tensor
-    scanned = tuple(Value(part.movedim(0, axis)) for part in found)
-    return scanned[0] if is_single else scanned
+    """Scan in halves, as threads do: what is combined need not be a run and one more."""
+    parts = [x] if isinstance(x, Value) else list(x)
+    size = parts[0].shape[axis]
+    if size == 1:
+        return x
+    halves = []
+    for start in (0, size // 2):
+        narrowed = [Value(part.tensor.narrow(axis, start, size // 2)) for part in parts]
+        scanned = _scan(narrowed[0] if isinstance(x, Value) else tuple(narrowed), axis, combine)
+        halves.append([scanned] if isinstance(x, Value) else list(scanned))
+    last = [Value(part.tensor.narrow(axis, size // 2 - 1, 1)) for part in halves[0]]
+    combined = combine(*last, *halves[1])
+    joined = tuple(
+        Value(torch.cat([a.tensor, b.tensor], axis))
+        for a, b in zip(halves[0], [combined] if isinstance(x, Value) else combined, strict=True)
+    )
+    return joined[0] if isinstance(x, Value) else joined
 
 
 def _load(pointer: Pointer | Choice, mask: Value | None = None, other: Any = None) -> Value:
