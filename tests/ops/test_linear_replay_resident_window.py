@@ -1,7 +1,7 @@
 """The resident kernel of windows without a GPU: its values, whichever part is ahead, and that it
 compiles.
 
-It runs on the multiprocessor of `gluon.py`, the launch before it in Triton's interpreter.
+It runs on the multiprocessor of `gluon.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from gapless.ops.linear_replay import resident, triton
+from gapless.ops.linear_replay import ReplayIndices, ReplayMemory, resident, triton
 from gapless.ops.linear_replay.resident import window
 from gapless.ops.linear_replay.resident.window import kernel
 from tests.ops.compiling import found_by
@@ -64,7 +64,7 @@ def check(
 ) -> None:
     """Compare a step of eight rows, folds and padded ones among them, with the definition.
 
-    What the first launch leaves out of its records is NaN.
+    What is allocated is NaN at first.
     """
     run = partial(window.run_resident_window, num_programs=num_programs)
     empty = torch.empty
@@ -102,6 +102,44 @@ def test_folds_one_after_the_other(
     recurrence: Recurrence, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(monkeypatch, seed, is_folding=True, recurrence=recurrence)
+
+
+@pytest.mark.parametrize("recurrence", [GDN, KDA])
+def test_folds_of_many_steps_stay_exact(
+    recurrence: Recurrence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step folds 16 entries, of heads from slow to fast decay, into what the last has left."""
+    launcher = Launcher(kernel._resident_window_kernel)
+    monkeypatch.setattr(kernel, "_resident_window_kernel", launcher)
+    torch.manual_seed(0)
+    heads, key_heads, decay_dim = 4, *((2, 1) if recurrence is GDN else (4, 128))
+    zeros, bf16, zero_row = torch.zeros, torch.bfloat16, torch.zeros(1, dtype=torch.int64)
+    rings = zeros(25, heads, 128), zeros(25, key_heads, 128).to(bf16), zeros(25, heads, decay_dim)
+    memory = ReplayMemory(zeros(1, heads, 128, 128), *rings)
+    read = torch.cat([torch.arange(16), torch.full((3,), 24)])[None]
+    indices = ReplayIndices(
+        read, torch.arange(16, 20)[None], read < 16, zero_row, zero_row, zero_row
+    )
+    rate = torch.logspace(-3, 0.5, heads)[:, None]
+    state = memory.checkpoint.double()
+    for _ in range(8):
+        for ring in rings[:2]:
+            ring[:16].normal_()
+        rings[2][:16] = -rate * torch.rand(16, heads, decay_dim)
+        window.run_resident_window(
+            (
+                *(torch.randn(1, 4, key_heads, 128).to(bf16) for _ in range(2)),
+                torch.randn(1, 4, heads, 128).to(bf16),
+                torch.rand(1, 4, heads),
+                -torch.rand(1, 4, heads, decay_dim),
+            ),
+            memory, indices, l2norm_eps=1e-6, scale=1.0, ancestors=None, num_programs=1,
+        )  # fmt: skip
+        d, keys, g = (ring[:16].double() for ring in rings)
+        keys *= (keys.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+        keys = keys.repeat_interleave(heads // key_heads, 1) * (g.sum(0) - g.cumsum(0)).exp()
+        state = state * g.sum(0)[:, None].exp() + torch.einsum("jhv,jhk->hvk", d, keys)
+    assert (memory.checkpoint - state).norm() <= 1e-6 * state.norm()
 
 
 @pytest.mark.slow
