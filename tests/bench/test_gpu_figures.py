@@ -84,6 +84,7 @@ class InterruptedEngine:
 def test_one_interrupted_step_is_seen_in_the_mean_alone() -> None:
     found = time_host(cast("Any", InterruptedEngine()))
     assert found["host_us_per_step"] == pytest.approx(2)
+    assert found["host_us_tenth"] == pytest.approx(2)
     assert found["host_us_mean"] == pytest.approx(2 + 1000 / HOST_STEPS)
 
 
