@@ -53,7 +53,7 @@ def test_resident_rows_are_what_the_definition_says(
     assert not [found for found in results if not found["ok"]]
 
 
-@pytest.mark.parametrize("replay_len", [5, 9, 15])
+@pytest.mark.parametrize("replay_len", [2, 5, 9, 15])
 @pytest.mark.parametrize("recurrence", DELTA_RULES)
 def test_rings_of_other_lengths(
     recurrence: Recurrence, replay_len: int, launches: list[int]
