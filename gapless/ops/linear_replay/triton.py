@@ -220,10 +220,10 @@ def _run_window(
     key_heads, key_dim = q.shape[2:]
     is_per_channel = log_decay.shape[3] > 1
     record = _Record(width, indices.ring_read.shape[1], key_dim, is_per_channel=is_per_channel)
+    records = torch.empty((rows, value_heads, record.size), dtype=torch.float32, device=q.device)
     settings = record.settings(memory) | {"RING": record.ring, "W": width, "HALF": record.half}
     places, zero_entry = indices.places(), memory.d_ring.shape[0] - 1
     eps = 0.0 if l2norm_eps is None else l2norm_eps
-    records = torch.empty((rows, value_heads, record.size), dtype=torch.float32, device=q.device)
     tensors = (q, k, q if beta is None else beta, log_decay)
     arguments = (
         *tensors, places[0] if ancestors is None else ancestors, records,

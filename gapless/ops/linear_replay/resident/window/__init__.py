@@ -67,7 +67,8 @@ def run_resident_window(
     is_per_channel = log_decay.shape[3] > 1
     folds = log_decay
     if is_per_channel:
-        size = programs * fold_floats(num_replayed, key_dim)
+        # of each program's two groups of two items, a list of decayed keys
+        size = (programs, 4, 8 * (num_replayed // 8 + 1), key_dim)
         folds = torch.empty(size, dtype=torch.float32, device=q.device)
     tensors = (q, k, v, beta, log_decay)
     _resident_window_kernel[(programs,)](
@@ -83,8 +84,3 @@ def run_resident_window(
         HAS_NORM=l2norm_eps is not None, num_warps=8, **chained(q),
     )  # fmt: skip
     return out
-
-
-def fold_floats(num_replayed: int, key_dim: int) -> int:
-    """Return what a program's folds take with a decay per channel: of four items, a list each."""
-    return 4 * 8 * (num_replayed // 8 + 1) * key_dim

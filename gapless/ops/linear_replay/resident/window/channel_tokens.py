@@ -16,6 +16,7 @@ from gapless.ops.linear_replay.resident.window.groups import (
     HEADS,
     _group_list,
     _group_word,
+    _load_bits,
 )
 
 GROUP = CHANNEL_GROUP
@@ -171,13 +172,6 @@ def _bits_of(
         row = _group_word(places, group, 2, GROUP, gl.SliceLayout(1, COLUMNS)).to(gl.int64)
         column_bits = _load_bits(ancestors, row, column_node, W)
     return bits, node, column_bits, column_node
-
-
-@gluon.jit
-def _load_bits(ancestors, row, node, W: gl.constexpr):
-    """Return which nodes are above each column's, of rows [N] and nodes [1, XP]; W is small."""
-    p_bits = _pairs(ancestors) + (row[:, None] * W + node) * 2
-    return gl.load(p_bits, mask=(node < W) & (row >= 0)[:, None], other=0)
 
 
 @gluon.jit

@@ -194,7 +194,7 @@ def _fetch(
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     IS_PER_CHANNEL: gl.constexpr, HAS_TREE: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
-    """Keep STAGES items on their way, and ahead of readers what is to be folded."""
+    """Keep STAGES items on their way, and ahead of readers what is to be weighed."""
     PLACES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     CHUNK: gl.constexpr = 2 * GROUP

@@ -114,6 +114,14 @@ def _copy_rows(
 
 
 @gluon.jit
+def _load_bits(ancestors, row, node, W: gl.constexpr):
+    """Return which nodes are above each column's, of rows [N] and nodes [1, XP]; W is small:
+    the lower half of each."""
+    p_bits = _pairs(ancestors) + (row[:, None] * W + node) * 2
+    return gl.load(p_bits, mask=(node < W) & (row >= 0)[:, None], other=0)
+
+
+@gluon.jit
 def _fetch_group_tokens(
     tokens, inputs, places, group,
     GROUP: gl.constexpr, W: gl.constexpr, XP: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
@@ -149,10 +157,7 @@ def _fetch_group_tokens(
     b_beta = gl.load(p_beta, mask=m_key, other=0)
     if HAS_TREE:
         node = o_x % (XP // 2)
-        p_bits = _pairs(tokens[4]) + ((row * W)[:, None] + node) * 2
-        # W is small: the lower half of each
-        bits = gl.load(p_bits, mask=(node < W) & (row >= 0)[:, None], other=0)
-        smem_bits.store(bits)
+        smem_bits.store(_load_bits(tokens[4], row, node, W))
     gates.index(0).store(g.to(gl.float32))
     gates.index(1).store(b_beta.to(gl.float32))
     async_copy.mbarrier_arrive(full, increment_count=False)

@@ -62,7 +62,7 @@ def _weigh(
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["zero_entry", "num_items", "num_programs", "scale", "eps"])
+@gluon.jit(do_not_specialize=["zero_entry", "num_items", "num_programs"])
 def _resident_window_kernel(
     q,
     k,
@@ -95,7 +95,7 @@ def _resident_window_kernel(
     g_token_stride,
     zero_entry,
     num_items,
-    num_programs,
+    num_programs,  # asked of the device it would be spilled
     scale,
     eps,
     N: gl.constexpr,
@@ -154,9 +154,9 @@ def _resident_window_kernel(
         # of two groups, decayed, by parts of the channels
         smem_x = gl.allocate_shared_memory(gl.float32, [2, 2 * GROUP, XP, K // 2], WIDES)
         keys = gl.allocate_shared_memory(gl.float32, [NB, 8, K], WIDE)
-        # of the group that is weighed next; sums over channels take the place of decays
+        # of the group that is weighed next; decayed keys take the place of decays
         ring_keys = gl.allocate_shared_memory(short, [NB, 2 * GROUP, 8, K // 2], SHORTS)
-        ring_g = gl.allocate_shared_memory(gl.float32, [3, 2 * GROUP, 8, K // 2], WIDES)
+        ring_g = gl.allocate_shared_memory(gl.float32, [NB, 2 * GROUP, 8, K // 2], WIDES)
         facts = gl.allocate_shared_memory(gl.int32, [8, 2 * GROUP], PLAIN)
         of_entries = columns  # not used
         inputs = (ring_keys, ring_g, i_full, i_empty)

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gapless.ops.linear_replay.arithmetic import _cut, _head
-from gapless.ops.linear_replay.resident.fetch import _place
+from gapless.ops.linear_replay.resident.fetch import _list, _place
 from gapless.ops.linear_replay.resident.window.fetch import STAGES, _head_of
 from gapless.ops.linear_replay.resident.window.groups import SPAN
 
@@ -161,7 +161,6 @@ def _read(
     scores = scores._reinterpret(gl.float32, [SLOTS * NB, XP, 8], PLAIN)
     mixed = mixed._reinterpret(gl.float32, [SLOTS, XP, XP], PLAIN)
     factors = factors._reinterpret(gl.float32, [SLOTS, SPAN], FLAT)
-    written = places[2]._reinterpret(gl.int32, [2 * SLOTS, XP], FLAT)
     o_v = gl.arange(0, V, gl.SliceLayout(1, UNITS))
     o_x = gl.arange(0, XP, COLUMNS)
     node = o_x % (XP // 2)
@@ -203,7 +202,7 @@ def _read(
             mbarrier.arrive(k_empty, count=1)
             k_phase ^= 1
         row = _place(places, j, 2, COLUMNS).to(gl.int64)
-        o_written = written.index(j % (2 * SLOTS)).load(COLUMNS).to(gl.int64)
+        o_written = _list(places[2], j, XP).load(COLUMNS).to(gl.int64)
         # the last of what shared memory has for a visit is read
         mbarrier.arrive(empty.index(w), count=1)
         mbarrier.arrive(taken.index(j // GROUP % 2), count=1, pred=j % GROUP == GROUP - 1)

@@ -184,10 +184,9 @@ def _scores(smem_keys, smem_g, smem_x, num_live, NB: gl.constexpr, HAS_NORM: gl.
             score = of_heads + of_rests
             if HAS_NORM:
                 right = smem_keys.index(b).permute([0, 2, 1]).load(SHORT_RIGHT)
-                key = _stacked(
-                    gl.permute(right, [0, 2, 1]), gl.permute(right, [0, 2, 1]), SHORT_LEFT
-                )
-                products, _ = _unstacked(mma_v2(key, right, zeros), PART_SQUARE)
+                key = gl.permute(right, [0, 2, 1])
+                products = mma_v2(_stacked(key, key, SHORT_LEFT), right, zeros)
+                products, _ = _unstacked(products, PART_SQUARE)
                 square = gl.sum(gl.where(o_row == o_column, products, 0.0), 1)
         found = found + (score,)
         squares = squares + (square,)
